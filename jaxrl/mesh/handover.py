@@ -109,27 +109,39 @@ class Route:
 
 # Routes are static arguments of `move_program` and compared by identity: another object would compile anew.
 @functools.cache
-def route_of(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> Route:
-    """The way of an array of this shape, with at least one dimension, between two shardings."""
+def route_of(
+    shape: tuple[int, ...],
+    source: NamedSharding,
+    target: NamedSharding,
+    kept: tuple[int, ...] | None = None,
+) -> Route:
+    """The way of an array of this shape, with at least one dimension, between two shardings.
+
+    `kept` is the shape of the part that the target has, from the first entries on; None for all.
+    """
     mesh = union_of(source.mesh, target.mesh)
     devices = {device: i for i, device in enumerate(mesh.devices.flat)}
-    shards = np.array([side.shard_shape(shape) for side in (source, target)])
-    # Both sizes divide that of the array, so cells of one side are cells of the other.
+    ends = ((source, shape), (target, kept or shape))
+    shards = np.array([side.shard_shape(whole) for side, whole in ends])
+    # Both sizes divide those of the arrays, so cells of one side are cells of the other.
     cell = np.maximum(np.gcd(*shards), 1)
     source_cells, target_cells = (tuple(counts) for counts in (shards // cell).tolist())
 
-    def cells_of(side: NamedSharding, counts: _Place) -> Iterator[tuple[int, _Place, _Place]]:
+    def cells_of(
+        side: NamedSharding, whole: tuple[int, ...], counts: _Place
+    ) -> Iterator[tuple[int, _Place, _Place]]:
         """(device, place in its shard, place in the array) of every cell of every shard."""
-        for device, index in side.devices_indices_map(shape).items():
+        for device, index in side.devices_indices_map(whole).items():
             first = np.array([part.start or 0 for part in index]) // cell
             for inside in itertools.product(*map(range, counts)):
                 yield devices[device], inside, tuple((first + inside).tolist())
 
     holders = collections.defaultdict(list)
-    for device, inside, place in cells_of(source, source_cells):
+    for device, inside, place in cells_of(*ends[0], source_cells):
         holders[place].append((device, inside))
     needed = [
-        (device, inside, holders[place]) for device, inside, place in cells_of(target, target_cells)
+        (device, inside, holders[place])
+        for device, inside, place in cells_of(*ends[1], target_cells)
     ]
     edges = _senders(needed, [device.process_index for device in devices])
     numbers = _rounds([edge[:2] for edge in edges])
@@ -244,20 +256,26 @@ def _empty_on(mesh: Mesh, shard: tuple[int, ...], dtype: np.dtype) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)
 
 
-def move_arrays(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -> list[jax.Array]:
+def move_arrays(
+    arrays: Sequence[jax.Array],
+    targets: Sequence[NamedSharding],
+    kept: Sequence[tuple[int, ...]] | None = None,
+) -> list[jax.Array]:
     """Moves arrays to other devices in one program, without waiting.
 
     Args:
       arrays: arrays on one mesh, with at least one dimension each.
       targets: their new shardings, on one mesh.
+      kept: as for `route_of`, of each.
     """
+    kept = kept or [x.shape for x in arrays]
     source: Any = arrays[0].sharding
     mesh = union_of(source.mesh, targets[0].mesh)
     where = NamedSharding(mesh, _ON_EACH)
     rest = np.array([d for d in mesh.devices.flat if d not in source.device_set])
     routes, stacked = [], []
-    for x, target in zip(arrays, targets, strict=True):
-        routes.append(route_of(x.shape, x.sharding, target))
+    for x, *to in zip(arrays, targets, kept, strict=True):
+        routes.append(route_of(x.shape, x.sharding, *to))
         shard = x.sharding.shard_shape(x.shape)
         parts = [part.data for part in x.addressable_shards]
         # Every device of the program needs an input of the same shape, also those that only receive.
@@ -266,9 +284,9 @@ def move_arrays(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -
             parts += [part.data for part in empty.addressable_shards]
         stacked.append(_of_parts(_stacked(shard, mesh.size), where, parts, x.dtype))
     moved = []
-    for x, y, target in zip(arrays, move_program(tuple(routes), stacked), targets, strict=True):
+    for y, target, shape in zip(move_program(tuple(routes), stacked), targets, kept, strict=True):
         parts = [part.data for part in y.addressable_shards if part.device in target.device_set]
-        moved.append(_of_parts(x.shape, target, parts, x.dtype))
+        moved.append(_of_parts(shape, target, parts, y.dtype))
     return moved
 
 
@@ -329,7 +347,10 @@ class Bucket:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        return tuple(route_of(x.shape, x.sharding, to) for x, to in zip(*self._ends, strict=True))
+        return tuple(
+            route_of(x.shape, x.sharding, to.sharding, to.shape)
+            for x, to in zip(*self._ends, strict=True)
+        )
 
     def move_arguments(self) -> tuple[Any, ...]:
         """Arguments of `move_program`, with shapes in place of arrays."""
@@ -343,10 +364,10 @@ class Bucket:
         return routes, shapes
 
     @functools.cached_property
-    def _ends(self) -> tuple[list[Any], list[NamedSharding]]:
-        # The arrays that travel, and where they go.
+    def _ends(self) -> tuple[list[Any], list[Any]]:
+        # The arrays that travel, and what they are there.
         before = [w.stored.abstract(w.shape, w.train) for w in self.weights]
-        after = [w.generate_shardings for w in self.weights]
+        after = [w.abstract(generate=True) for w in self.weights]
         return jax.tree.leaves(before), jax.tree.leaves(after)
 
     def move(self, leaves: list[jax.Array]) -> list[Any]:
@@ -366,7 +387,9 @@ class Bucket:
     def _sent(self, arrays: Any) -> Any:
         flat, structure = jax.tree.flatten(arrays)
         # Otherwise several buckets would be in memory at once.
-        moved = jax.block_until_ready(move_arrays(flat, self._ends[1]))
+        after = self._ends[1]
+        moved = move_arrays(flat, [x.sharding for x in after], [x.shape for x in after])
+        jax.block_until_ready(moved)
         return jax.tree.unflatten(structure, moved)
 
     @functools.cached_property
@@ -410,7 +433,7 @@ class Bucket:
     @functools.cached_property
     def _empty_program(self) -> Any:
         (piece,) = self.weights
-        shape = list(piece.shape)
+        shape = list(piece.generate_shape)
         shape[self.dim] *= self.num_slices
         leaf = piece.stored.abstract(tuple(shape), piece.generate)
         zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), leaf)  # noqa: E731
@@ -423,8 +446,8 @@ class Bucket:
 
 
 def _cell_of(weight: Weight) -> tuple[int, ...]:
-    shards = (side.shard_shape(weight.shape) for side in (weight.train, weight.generate))
-    return tuple(map(math.gcd, *shards))
+    after = weight.generate.shard_shape(weight.generate_shape)
+    return tuple(map(math.gcd, weight.train.shard_shape(weight.shape), after))
 
 
 def _program_bytes(weight: Weight) -> int:
@@ -436,13 +459,15 @@ def _bucket_of(indices: tuple[int, ...], weights: Sequence[Weight], fewest: int)
     if fewest == 1:
         return Bucket(indices, tuple(weights))
     (weight,), cell = weights, _cell_of(weights[0])
-    # Entries that share a scale stay together. The first dimension: contiguous in memory.
-    free = [d for d in range(len(cell)) if d not in weight.stored.dims]
+    # Entries that share a scale stay together. The first dimension: contiguous in memory. Slices of layers
+    # would be other ones if some are cut off.
+    free = [d for d in range(weight.cuts, len(cell)) if d not in weight.stored.dims]
     dim = next((d for d in free if cell[d] >= fewest), max(free, key=lambda d: cell[d]))
     num_slices = equal_slices(cell[dim], fewest)
-    shape = list(weight.shape)
-    shape[dim] //= num_slices
-    return Bucket(indices, (dataclasses.replace(weight, shape=tuple(shape)),), num_slices, dim)
+    before, after = list(weight.shape), list(weight.generate_shape)
+    before[dim], after[dim] = before[dim] // num_slices, after[dim] // num_slices
+    piece = dataclasses.replace(weight, shape=tuple(before), generate_shape=tuple(after))
+    return Bucket(indices, (piece,), num_slices, dim)
 
 
 class Handover:
@@ -465,16 +490,19 @@ class Handover:
         generate_shardings: Any,
         dtype: Any,
         *,
+        generate_shapes: Any = None,
         bucket_bytes: int | None = None,
     ):
         """Plans the buckets. Programs compile at their first use.
 
         Args:
-          shapes, train_shardings, generate_shardings, dtype: as for `Resharding`.
+          shapes, train_shardings, generate_shardings, dtype, generate_shapes: as for `Resharding`.
           bucket_bytes: limit of a program's inputs and outputs per device. None is 1/128 of the weights of a
             target device, or 64 MiB if that is more.
         """
-        self.weights = weights_of(shapes, train_shardings, generate_shardings, dtype)
+        self.weights = weights_of(
+            shapes, train_shardings, generate_shardings, dtype, generate_shapes
+        )
         self._structure = jax.tree.structure(shapes)
         if bucket_bytes is None:
             bucket_bytes = max(int(self.received_bytes * _BUCKET_SHARE), MIN_BUCKET_BYTES)
@@ -496,10 +524,12 @@ class Handover:
             return self.by_shards(params)
         # Simulated devices of one process have one memory, where a whole leaf costs nothing: 4 to 6 times
         # faster than the programs.
-        moved = [
-            jax.tree.map(put, stored_in_place(w.stored, leaf), w.generate_shardings)
-            for w, leaf in zip(self.weights, jax.tree.leaves(params), strict=True)
-        ]
+        moved = []
+        for w, leaf in zip(self.weights, jax.tree.leaves(params), strict=True):
+            here = stored_in_place(w.stored, leaf)
+            if w.cuts:
+                here = jax.tree.map(lambda x, w=w: np.asarray(x)[: w.generate_shape[0]], here)
+            moved.append(jax.tree.map(put, here, w.generate_shardings))
         return jax.tree.unflatten(self._structure, moved)
 
     def by_shards(self, params: Any) -> Any:

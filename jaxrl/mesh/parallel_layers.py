@@ -6,7 +6,8 @@ travel in a ring (`mesh.ring`). Without a ring the kernel sees whole sequences, 
 
     [B, T/c, Q, H] --all-to-all over u--> [B, T/r, Q/u, H] --attention--> --all-to-all--> [B, T/c, Q, H]
 
-Kernels written by hand cannot be partitioned by the compiler, so all of them run inside `shard_map`.
+Kernels written by hand cannot be partitioned by the compiler, so all of them run inside `shard_map`. Delta
+layers exchange key heads in the same way, over all context devices: a ring cannot pass their state on.
 
 **Experts.** Every device of an `expert` group holds consecutive experts and a share of the batch. The tokens
 of the group are gathered, each device sums the outputs of its own experts, and the sums return to the owners
@@ -103,6 +104,64 @@ def attention_parallel(
         in_specs = (of_queries, of_keys, of_keys, of_ids, *of_rest)
         attend = per_device(shard, mesh, in_specs=in_specs, out_specs=of_queries)
         return attend(q_BTQH, k_BTKH, v_BTKH, ids, *rest)
+
+    return on_mesh
+
+
+def delta_parallel(
+    recur: Callable[..., Any], mesh: Mesh, rules: Rules, split: ContextSplit
+) -> Callable[..., Any]:
+    """Runs the recurrence of delta layers on every device for its own rows and key heads, over whole rows.
+
+    Args:
+      recur: recurrence on one device, a `models.delta_net.Recur` over packed rows.
+      mesh, rules: mesh, and sharding rules of rows, heads and parts of sequences.
+      split: the order of tokens, which attention needs. All devices that share a row exchange heads here.
+    """
+    sizes = dict(mesh.shape)
+    axes = axes_of("length", rules, sizes)
+    if not axes:
+        return recur
+    swap = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+
+    def spec(names, array):
+        names = (*names, *[None] * (array.ndim - len(names)))
+        return partition_spec(names, array.shape, rules, sizes, "delta layer")
+
+    def shard(inputs, segment_ids):
+        def of_heads(x):
+            return split.in_order(swap(x, split_axis=2, concat_axis=1))
+
+        def of_all(x):
+            return split.in_order(jax.lax.all_gather(x, axes, axis=1, tiled=True))
+
+        def own_taps(x):
+            size = x.shape[0] // split.size
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size)
+
+        whole = inputs._replace(
+            qkv=tuple(map(of_heads, inputs.qkv)),
+            taps=tuple(map(own_taps, inputs.taps)),
+            log_decay=of_heads(inputs.log_decay),
+            step=of_heads(inputs.step),
+            live=of_all(inputs.live),
+        )
+        out, _ = recur(whole, None, of_all(segment_ids))
+        return swap(split.in_order(out, back=True), split_axis=1, concat_axis=2)
+
+    def on_mesh(inputs, _, segment_ids_BT):
+        of_tokens = functools.partial(spec, ("batch", "length", "heads"))
+        of_ids = spec(("batch", "length"), segment_ids_BT)
+        in_specs = inputs._replace(
+            qkv=tuple(map(of_tokens, inputs.qkv)),
+            taps=tuple(spec(("heads",), x) for x in inputs.taps),
+            log_decay=of_tokens(inputs.log_decay),
+            step=of_tokens(inputs.step),
+            live=of_ids,
+        )
+        out_specs = of_tokens(inputs.qkv[2])
+        run = per_device(shard, mesh, in_specs=(in_specs, of_ids), out_specs=out_specs)
+        return run(inputs, segment_ids_BT), None
 
     return on_mesh
 

@@ -51,9 +51,11 @@ class Weight:
     """A leaf with its type and sharding in both layouts.
 
     Attributes:
-      shape: global shape.
+      shape: global shape in training.
       dtype, train: type and sharding in training.
       stored, generate: type and sharding in generation.
+      generate_shape: global shape in generation. There may be fewer layers, the first dimension: absent ones,
+        which make stages of a pipeline equal, are cut off.
     """
 
     shape: tuple[int, ...]
@@ -61,12 +63,18 @@ class Weight:
     train: NamedSharding
     stored: StoredType
     generate: NamedSharding
+    generate_shape: tuple[int, ...]
 
     @property
     def moves(self) -> bool:
         """Whether the layouts differ in type or sharding, so that they cannot share the leaf."""
         same = self.train.is_equivalent_to(self.generate, len(self.shape))
-        return self.dtype != self.stored.dtype or not same
+        return self.dtype != self.stored.dtype or not same or self.cuts
+
+    @property
+    def cuts(self) -> bool:
+        """Whether generation has fewer layers."""
+        return self.shape != self.generate_shape
 
     @functools.cached_property
     def exchanged(self) -> NamedSharding:
@@ -97,7 +105,7 @@ class Weight:
     @property
     def generate_bytes(self) -> int:
         """Bytes per device in generation."""
-        return self.stored.nbytes(self.generate.shard_shape(self.shape))
+        return self.stored.nbytes(self.generate.shard_shape(self.generate_shape))
 
     @property
     def program_bytes(self) -> int:
@@ -110,7 +118,7 @@ class Weight:
         shards = zip(
             self.shape,
             self.train.shard_shape(self.shape),
-            self.generate.shard_shape(self.shape),
+            self.generate.shard_shape(self.generate_shape),
             strict=True,
         )
         whole = (i for i, sizes in enumerate(shards) if len(set(sizes)) == 1)
@@ -119,13 +127,13 @@ class Weight:
     def abstract(self, *, generate: bool = False) -> Any:
         """Shape, type and sharding in training, or in generation."""
         if generate:
-            return self.stored.abstract(self.shape, self.generate)
+            return self.stored.abstract(self.generate_shape, self.generate)
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.train)
 
     @property
     def generate_shardings(self) -> Any:
         """Shardings of the array or arrays that it is in generation."""
-        return self.stored.shardings(self.shape, self.generate)
+        return self.stored.shardings(self.generate_shape, self.generate)
 
 
 def _axes_by_dim(sharding: NamedSharding, dims: int) -> list[tuple[str, ...]]:
@@ -179,11 +187,14 @@ class Bucket:
     def slice_program(self) -> Any:
         """The compiled program that moves the leaves back to the training layout."""
 
+        def one(weight: Weight, leaf: jax.Array) -> jax.Array:
+            if weight.cuts:
+                absent = weight.shape[0] - leaf.shape[0]
+                leaf = jnp.pad(leaf, [(0, absent), *[(0, 0)] * (leaf.ndim - 1)])
+            return jax.lax.with_sharding_constraint(leaf, weight.exchanged)
+
         def cut(leaves: list[jax.Array]) -> list[jax.Array]:
-            return [
-                jax.lax.with_sharding_constraint(leaf, w.exchanged)
-                for w, leaf in zip(self.weights, leaves, strict=True)
-            ]
+            return list(map(one, self.weights, leaves))
 
         return jax.jit(cut, out_shardings=[w.train for w in self.weights])
 
@@ -239,6 +250,8 @@ def _cast(weight: Weight, leaf: jax.Array) -> Any:
     out = weight.stored.cast(leaf)
     for where in (weight.train, weight.exchanged):
         out = jax.lax.with_sharding_constraint(out, weight.stored.shardings(leaf.shape, where))
+    if weight.cuts:
+        out = jax.tree.map(lambda x: x[: weight.generate_shape[0]], out)
     return out
 
 
@@ -256,6 +269,7 @@ class Resharding:
         generate_shardings: Any,
         dtype: Any,
         *,
+        generate_shapes: Any = None,
         donate: bool = False,
         bucket_bytes: int | None = None,
     ):
@@ -263,6 +277,7 @@ class Resharding:
 
         Args:
           shapes: tree of ShapeDtypeStructs of the weights in training.
+          generate_shapes: the same in generation; None for `shapes`.
           train_shardings, generate_shardings: trees of shardings of the same structure.
           dtype: type of the weights in generation, or a tree of `StoredType`s.
           donate: consume the weights that each move gets.
@@ -273,7 +288,9 @@ class Resharding:
           UserError: `donate` is set and the two types differ; the narrower could not restore the wider.
         """
         self.donate = donate
-        self.weights = weights_of(shapes, train_shardings, generate_shardings, dtype)
+        self.weights = weights_of(
+            shapes, train_shardings, generate_shardings, dtype, generate_shapes
+        )
         self._structure = jax.tree.structure(shapes)
         changed = [w for w in self.weights if w.dtype != w.stored.dtype]
         if donate and changed:
@@ -348,13 +365,20 @@ class Resharding:
 
 
 def weights_of(
-    shapes: Any, train_shardings: Any, generate_shardings: Any, dtype: Any
+    shapes: Any,
+    train_shardings: Any,
+    generate_shardings: Any,
+    dtype: Any,
+    generate_shapes: Any = None,
 ) -> list[Weight]:
-    """The leaves of trees of shapes and shardings; `dtype` as in `Resharding`."""
-    trees = (shapes, train_shardings, stored_types(dtype, shapes), generate_shardings)
+    """The leaves of trees of shapes and shardings; arguments as for `Resharding`."""
+    after = shapes if generate_shapes is None else generate_shapes
+    trees = (shapes, train_shardings, stored_types(dtype, shapes), generate_shardings, after)
     return [
-        Weight(tuple(leaf.shape), jnp.dtype(leaf.dtype), *others)
-        for leaf, *others in zip(*map(jax.tree.leaves, trees), strict=True)
+        Weight(
+            tuple(leaf.shape), jnp.dtype(leaf.dtype), train, stored, generate, tuple(there.shape)
+        )
+        for leaf, train, stored, generate, there in zip(*map(jax.tree.leaves, trees), strict=True)
     ]
 
 

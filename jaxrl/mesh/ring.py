@@ -60,6 +60,21 @@ class ContextSplit:
         """Number of chunks of a part. Rows that do not divide keep their order, with one chunk a part."""
         return 2 if self.ring > 1 and tokens % (2 * self.size) == 0 else 1
 
+    @property
+    def halves(self) -> list[int]:
+        """The half of a chunk, 0 to 2 c - 1 in the row, that lies at each place after `spread`."""
+        u, r = self.exchanged, self.ring
+        chunks = [chunk for part in range(r) for chunk in (part, 2 * r - 1 - part)]
+        return [half for chunk in chunks for half in range(chunk * u, (chunk + 1) * u)]
+
+    def in_order(self, x: jax.Array, *, back: bool = False) -> jax.Array:
+        """Whole rows [B, T, ...] on one device from the order of `spread` to their own, or back."""
+        if self.chunks(x.shape[1]) == 1:
+            return x
+        order = np.array(self.halves)
+        halves = x.reshape(x.shape[0], 2 * self.size, -1, *x.shape[2:])
+        return halves[:, order if back else np.argsort(order)].reshape(x.shape)
+
     def heads_sent(self, query_heads: int, kv_heads: int) -> float:
         """Heads that a device sends in a layer's forward pass, for each of its T / c tokens.
 
@@ -131,15 +146,7 @@ def _move_halves(
     x: jax.Array, *, split: ContextSplit, axes: tuple[str, ...], back: bool
 ) -> jax.Array:
     """Sends the two halves of each device's tokens to their places for a ring, or back."""
-    u, r = split.exchanged, split.ring
-    # order[p] is the half of the row, 0 to 2 c - 1, that lies at place p of a ring.
-    order = [
-        half
-        for part in range(r)
-        for chunk in (part, 2 * r - 1 - part)
-        for half in range(chunk * u, (chunk + 1) * u)
-    ]
-    place = np.argsort(order)
+    place = np.argsort(split.halves)
     # Whether the second half that comes to a device lies before the first one there.
     swapped = np.zeros(split.size, bool)
     swapped[place[::2] // 2] = place[::2] % 2 == 1

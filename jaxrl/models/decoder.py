@@ -272,6 +272,20 @@ class LayerInputs(nnx.Module):
         return compute.constrain(inputs_LBTp, (None, "rows", "length", "activation"))
 
 
+def _if_present(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` for a stack with absent layers: they pass on what they get, and have no gradient."""
+
+    def of_stack(x_BTD, weights_and_present, layer_in, row_in):
+        weights, present = weights_and_present
+        rotations, live_BT, *rest = row_in
+        # No live tokens: without weights all would choose the same experts, and load their devices alone.
+        row_in = (rotations, live_BT & present, *rest)
+        new_BTD, out = step(x_BTD, weights, layer_in, row_in)
+        return jnp.where(present, new_BTD, x_BTD), out
+
+    return of_stack
+
+
 class DecoderOutput(NamedTuple):
     """The result of a forward pass.
 
@@ -330,7 +344,7 @@ class Decoder(nnx.Module):
         recur: Recur = delta_of_rows,
         routes: jax.Array | None = None,
     ) -> DecoderOutput:
-        """Runs the stack.
+        """Runs the stack. Layers that the weights have beyond those of the model do nothing (`evened`).
 
         Args:
           tokens_BT, positions_BT: int32; positions count from the start of each sequence.
@@ -483,16 +497,28 @@ class Decoder(nnx.Module):
             period = self.config.period
             per_layer = [(None, routes[place::period]) for place in range(period)]
             per_layer = per_layer if period > 1 else per_layer[0]
+        num_periods = self.config.num_periods
         beside = LayerFlags.stacked(self.config)
         if inputs is not None:
-            beside, inputs = jnp.split(inputs, [self.config.num_periods])
+            beside, inputs = jnp.split(inputs, [num_periods])
+        stack: Any = (weights, beside)
+        num_absent = len(jax.tree.leaves(weights)[0]) - num_periods
+        if num_absent:
+            step = _if_present(step)
+            pad = lambda a: jnp.pad(a, [(0, num_absent), *[(0, 0)] * (a.ndim - 1)])  # noqa: E731
+            beside, per_layer, present = jax.tree.map(
+                pad, (beside, per_layer, jnp.ones(num_periods, bool))
+            )
+            stack = (weights, beside), present
         carry: Any = x_BTD
         if shares:
             step = one_sharing_period
             carry = x_BTD, {kind: self._no_keys_and_values(kind, x_BTD) for kind in pattern}
         x_BTD, (layer_out, routing) = compute.layers(
-            step, carry, (weights, beside), per_layer, row_in, unroll=compute.unroll
+            step, carry, stack, per_layer, row_in, unroll=compute.unroll
         )
+        if num_absent:
+            layer_out, routing = jax.tree.map(lambda a: a[:num_periods], (layer_out, routing))
         if shares:
             x_BTD, shared = x_BTD
             last_in: Any = [None] * len(pattern)
@@ -605,6 +631,30 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
                 is_leaf=lambda v: isinstance(v, tuple),
             )
     return graph, shapes, axes
+
+
+def evened(shapes: Params, stages: int) -> Params:
+    """Shapes of weights with so many layers (or periods) that the stages of a pipeline have equally many.
+
+    Those at the end, at the last stage, are absent: all their weights are 0, and stay so.
+    """
+
+    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf.update(shape=(-(-leaf.shape[0] // stages) * stages, *leaf.shape[1:]))
+
+    return {**shapes, "layers": jax.tree.map(one, shapes["layers"])}
+
+
+def fitted(params: Params, shapes: Params) -> Params:
+    """Weights with as many layers as `shapes` has: absent ones (`evened`) are added or cut off."""
+
+    def one(x: jax.Array, like: Any) -> jax.Array:
+        if x.shape == like.shape:
+            return x
+        further = max(0, like.shape[0] - x.shape[0])
+        return jnp.pad(x[: like.shape[0]], [(0, further), *[(0, 0)] * (x.ndim - 1)])
+
+    return jax.tree.map(one, params, shapes)
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

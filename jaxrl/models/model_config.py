@@ -565,13 +565,33 @@ class ModelConfig:
         """Iterations of the scan over the stack, without first dense layers and sharing layers."""
         return (self.num_layers - self.first_dense_layers - self.sharing_layers) // self.period
 
-    def check_stages(self, stages: int) -> None:
-        """Raises UserError if the stages of a pipeline would cut the model where it cannot be cut."""
+    def check_stages(self, stages: int, *, sampling: bool = False) -> None:
+        """Raises UserError if the stages of a pipeline would cut the model where it cannot be cut.
+
+        Stages that sample hold equally many layers, as their caches do.
+        """
         if (self.sharing_layers or self.layer_inputs) and stages > 1:
             raise UserError(
                 f"the layout has {stages} pipeline stages, but layers of the model have inputs, or keys and "
                 "values of earlier layers, which stages do not pass on; choose p = 1"
             )
+        kind = "layers" if self.period == 1 else f"periods of {self.period} layers"
+        whole = f"{self.num_periods} {kind}"
+        if sampling and self.num_periods % stages:
+            raise UserError(
+                f"the layout of generation has {stages} pipeline stages, which do not divide {whole}; choose "
+                f"p_g = {math.gcd(stages, self.num_periods)} (mesh.generate)"
+            )
+        used = -(-self.num_periods // self.periods_of_stage(stages))
+        if used < stages:
+            raise UserError(
+                f"the layout has {stages} pipeline stages for {whole}, {self.periods_of_stage(stages)} each, "
+                f"so {used} would have all of them; choose p = {used}"
+            )
+
+    def periods_of_stage(self, stages: int) -> int:
+        """Iterations of the scan over a stage's part of the stack; the last stage may have fewer."""
+        return -(-self.num_periods // stages)
 
     @property
     def attention_layers(self) -> int:

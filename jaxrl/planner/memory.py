@@ -186,7 +186,7 @@ def update_memory(
     # The stages of a pipeline split the rows of a microbatch further.
     micro = microbatches_of(shape.rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
     kept, largest = layer_memory(
-        update, role.model.num_periods // stages, micro + stages - 1 if stages > 1 else 0
+        *(update, role.model.periods_of_stage(stages)), micro + stages - 1 if stages > 1 else 0
     )
     if sharing := role.model.sharing_layers // role.model.period:
         kept = [*kept, *layer_memory(update, sharing, 0)[0]]

@@ -100,7 +100,7 @@ class PlannedRoles:
             layout = pool.layout_of("actor")
             found += learner_memory("actor", actor, layout, offload=offload["actor"])
         if pool == self.pool_of("rollout"):
-            sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
+            sampler = sampler_shapes(self.engine, actor.model_shapes, actor.axes)
             layout = pool.layout_of(self.sampler)
             if "actor" in pool.roles:
                 found += sampling_memory(layout, state, sampler)

@@ -23,7 +23,7 @@ from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of, with_shardings
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, init_params
+from jaxrl.models.decoder import Params, fitted, init_params
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.eight_bit_moments import optimizer_shardings
@@ -187,6 +187,7 @@ class Learner(PackedModel, abc.ABC):
         self.state = state.replace(step=state.step + 1)
 
     def _fresh_state(self, params: Params) -> TrainState:
+        params = fitted(params, self.shapes)
         params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.shapes)
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
 

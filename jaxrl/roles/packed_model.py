@@ -21,7 +21,12 @@ from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.offload import check_host_memory, offload
-from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
+from jaxrl.mesh.parallel_layers import (
+    Attention,
+    attention_parallel,
+    delta_parallel,
+    expert_parallel,
+)
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.ring import ContextSplit, pick_split, spread, unspread
@@ -42,7 +47,15 @@ from jaxrl.models.attention import (
     pick_implementation,
 )
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, weight_types
+from jaxrl.models.decoder import (
+    Decoder,
+    DecoderOutput,
+    Params,
+    decoder_graph,
+    evened,
+    weight_types,
+)
+from jaxrl.models.delta_net import delta_of_rows
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
@@ -66,17 +79,18 @@ def layers_per_iteration(num_layers: int, d_model: int, platform: str | None) ->
     return num_layers if pays else 1
 
 
-def _check_state(train: TrainConfig, mesh: Mesh) -> None:
+def _check_state(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
     """Raises UserError if shared prompts or split rows would cut off the state of a delta layer."""
     if train.shares_prompts:
         raise UserError(
             "train.share_prompts puts the answers to a prompt side by side, and a delta layer has one state "
             "for each row, which cannot go on to several; set it to False"
         )
-    if (context := shards_of("length", TRAIN_RULES, mesh)) > 1:
+    context, tensor = (shards_of(axis, TRAIN_RULES, mesh) for axis in ("length", "heads"))
+    if context > 1 and model.delta_key_heads % (context * tensor):
         raise UserError(
-            f"mesh.context {context} splits rows, and a delta layer has one state for each row, which goes "
-            "from its first token to its last; set it to 1"
+            f"mesh.context {context} x {tensor} tensor shards do not divide the {model.delta_key_heads} key "
+            "heads of the delta layers, whose states go through whole rows; lower one of them"
         )
 
 
@@ -86,6 +100,8 @@ class PackedModel:
     Attributes:
       attention_kernel: "auto" or one of `models.attention.IMPLEMENTATIONS`.
       replays_routes: whether tokens take the experts that a batch has for them.
+      model_shapes: shapes of the weights of the model.
+      shapes: the same in training, where absent layers make stages of a pipeline equal (`decoder.evened`).
     """
 
     attention_kernel = "auto"
@@ -121,12 +137,14 @@ class PackedModel:
             _, types = lora.split(weight_types(model, self.frozen_dtype))
             rest = jax.tree.map(lambda leaf, stored: leaf.update(dtype=stored.dtype), rest, types)
             self.shapes = lora.join(adapters, rest)
+        stages = shards_of("layers", TRAIN_RULES, mesh)
+        model.check_stages(stages)
+        self.model_shapes, self.shapes = self.shapes, evened(self.shapes, stages)
         self.state_rules = state_rules
         if train.remat.startswith("offload"):
             check_host_memory(mesh, f"train.remat {train.remat!r}", "'projections' or 'full'")
         if model.has_state:
-            _check_state(train, mesh)
-        model.check_stages(shards_of("layers", TRAIN_RULES, mesh))
+            _check_state(model, train, mesh)
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(
             dtype=jnp.dtype(train.dtype),
@@ -384,6 +402,7 @@ class PackedModel:
             compute=self._compute,
             per_row=segments,
             live_BT=segment_ids > 0,
+            recur=delta_parallel(delta_of_rows, self.mesh, TRAIN_RULES, split),
             routes=routes,
         )
         return out._replace(hidden_BTD=unspread(out.hidden_BTD, split, self.mesh, TRAIN_RULES))

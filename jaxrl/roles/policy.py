@@ -98,14 +98,15 @@ class Actor(Learner):
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
     def _resharding_to(self, backend: RolloutBackend) -> Resharding | Handover:
-        generate = shardings(self.axes, self.shapes, GENERATE_RULES, backend.mesh)
+        generate = shardings(self.axes, self.model_shapes, GENERATE_RULES, backend.mesh)
         types = weight_types(self.model, backend.dtype, backend.weights_dtype)
+        ends: Any = (self.shapes, self.train_shardings, generate, types)
         if not self._shares_mesh:
-            return Handover(self.shapes, self.train_shardings, generate, types)
+            return Handover(*ends, generate_shapes=self.model_shapes)
         # Float32 weights can move to the sampler and back without loss, so no second copy is kept. A narrower
         # copy could not restore the master weights, which then stay.
         donate = jnp.dtype(backend.dtype) == jnp.float32 and not backend.weights_dtype
-        return Resharding(self.shapes, self.train_shardings, generate, types, donate=donate)
+        return Resharding(*ends, generate_shapes=self.model_shapes, donate=donate)
 
     @property
     def backend(self) -> RolloutBackend:

@@ -117,7 +117,8 @@ class Engine:
             _check_deterministic(model, mesh, config.slots)
         if model.has_state:
             _check_state(config)
-        model.check_stages(stages := shards_of("layers", GENERATE_RULES, mesh))
+        stages = shards_of("layers", GENERATE_RULES, mesh)
+        model.check_stages(stages, sampling=True)
         if config.keeps_routes and stages > 1:
             raise UserError(
                 "train.replay_routes keeps the experts of all layers in one place, and the generation layout "

@@ -453,11 +453,14 @@ class WholeDevices(Devices):
         model, actor, config = found.model, self.actor, self.config
         self._where = generation_shardings(model, actor.mesh)
         types = weight_types(model, config.dtype, config.weights_dtype)
-        self._resharding = Resharding(actor.shapes, actor.train_shardings, self._where, types)
+        self._resharding = Resharding(
+            *(actor.shapes, actor.train_shardings, self._where, types),
+            generate_shapes=actor.model_shapes,
+        )
         state = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
         self._resident = {"model in training": state}
         self._engine = build_engine(config, found, actor.mesh, stop_ids=(), other_bytes=state)
-        weights = device_bytes(with_shardings(actor.shapes, self._where), config.dtype)
+        weights = device_bytes(with_shardings(actor.model_shapes, self._where), config.dtype)
         self._resident["weights of samples"] = weights
         self._params: Params = {}
 

@@ -56,6 +56,8 @@ _ROWS = "../../metrics.jsonl"
 _BLOCK_BYTES = 2**20
 # Item of a checkpoint with the arrays of its record, and the key of an array's place holder.
 _ARRAYS, _ARRAY = "record_arrays", "__array__"
+# Key of the stack in the weights of a role, and of its number of layers in the metadata of a checkpoint.
+_LAYERS = "layers"
 # TensorStore, which writes the arrays for Orbax, reports disk errors in this form.
 _DISK_FAULT = re.compile(r"\bos_error_code='(?P<number>\d+)'")
 _ORBAX_LOGGER = logging.getLogger("absl")
@@ -184,18 +186,18 @@ class StoredCheckpoints:
         item = {"params": like}
         args = ocp.args.PyTreeRestore(
             item=item,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item, strict=False),
             partial_restore=True,
         )
         with ocp.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(path, args=args)["params"]
 
     def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of a role's weights by their path in the tree."""
+        """The shapes of a role's weights by their path in the tree, with the layers of its model."""
         # Orbax annotates its own path type and accepts pathlib's.
         directory: Any = self.paths.step(step) / role
         metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
-        return _shapes(metadata.tree["params"])
+        return _shapes(metadata.tree["params"], (metadata.custom_metadata or {}).get(_LAYERS))
 
 
 class Checkpoints:
@@ -241,7 +243,14 @@ class Checkpoints:
         if self._manager is not None:
             self._manager.reload()
 
-    def save(self, step: int, states: dict[str, TrainState], record: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        states: dict[str, TrainState],
+        record: dict[str, Any],
+        *,
+        layers: Mapping[str, int] | None = None,
+    ) -> None:
         """Starts writing a checkpoint; returns as soon as the states may change again.
 
         The checkpoint is valid only after `commit`.
@@ -250,6 +259,8 @@ class Checkpoints:
           step: number of finished steps.
           states: training state of each role.
           record: state of the run: JSON types, and NumPy arrays, which are stored as such.
+          layers: number of layers in the stack of each role's model. States may have more, which are 0, for
+            stages of a pipeline; they are cut off or added when another layout restores them.
         """
         self.wait()
         self._saving = step
@@ -266,7 +277,12 @@ class Checkpoints:
             saved = self._open().save(
                 step,
                 args=ocp.args.Composite(
-                    **{role: ocp.args.StandardSave(state) for role, state in states.items()},
+                    **{
+                        role: ocp.args.StandardSave(
+                            state, custom_metadata={_LAYERS: (layers or {}).get(role)}
+                        )
+                        for role, state in states.items()
+                    },
                     record=ocp.args.JsonSave(record),
                     **items,
                 ),
@@ -350,12 +366,19 @@ class Checkpoints:
         found = self._open().restore(step, args=ocp.args.Composite(**items))
         return _with_arrays(found["record"], found[_ARRAYS] if _ARRAYS in items else {})
 
-    def restore(self, step: int, like: dict[str, TrainState]) -> dict[str, TrainState]:
+    def restore(
+        self,
+        step: int,
+        like: dict[str, TrainState],
+        *,
+        layers: Mapping[str, int] | None = None,
+    ) -> dict[str, TrainState]:
         """Restores the training states of a checkpoint.
 
         Args:
           step: the checkpoint's step.
           like: role -> tree of shapes, dtypes and shardings; the states are restored directly to them.
+          layers: as for `save`.
 
         Raises:
           UserError: if the checkpoint lacks a role or its shapes differ from those of `like`.
@@ -371,14 +394,16 @@ class Checkpoints:
             )
         for role, state in like.items():
             # Orbax would fail only after reading much of the checkpoint.
-            difference = _difference(self.stored.shapes(step, role), _shapes(state.params))
+            shapes = _shapes(state.params, (layers or {}).get(role))
+            difference = _difference(self.stored.shapes(step, role), shapes)
             if difference is not None:
                 raise _does_not_fit(path, f"{role}: {difference}")
         if not self._has_states:
             # Arrays of which this process has no part.
             elsewhere = jax.make_array_from_single_device_arrays
             return jax.tree.map(lambda x: elsewhere(x.shape, x.sharding, [], dtype=x.dtype), like)
-        args = {role: ocp.args.StandardRestore(state) for role, state in like.items()}
+        # Not strict: Orbax adds or cuts off layers.
+        args = {role: ocp.args.StandardRestore(state, strict=False) for role, state in like.items()}
         try:
             restored = self._open().restore(step, args=ocp.args.Composite(**args))
             return {role: restored[role] for role in like}
@@ -481,9 +506,15 @@ def _is_no_disk_fault(record: logging.LogRecord) -> bool:
     return not record.exc_info or _disk_fault(record.exc_info[1]) is None
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
+def _shapes(tree: Any, layers: int | None = None) -> dict[str, tuple[int, ...]]:
+    # Shapes of weights by path; those of the stack have `layers` layers, if that is given.
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        shapes[name] = tuple(leaf.shape)
+        if layers is not None and name.startswith(f"[{_LAYERS!r}]"):
+            shapes[name] = layers, *leaf.shape[1:]
+    return shapes
 
 
 def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ...]]) -> str | None:

@@ -70,7 +70,7 @@ class StageCheckpoints(Checkpoints):
     def resume(self, step: int, learners: Mapping[str, Learner]) -> dict[str, Any]:
         """Restores the checkpoint of a step into `learners`; returns its record."""
         like = {name: role.abstract_state() for name, role in learners.items()}
-        for name, state in self.restore(step, like).items():
+        for name, state in self.restore(step, like, layers=_layers_of(learners)).items():
             learners[name].state = state
         self.record = self.read_record(step)
         self.saved_step = step
@@ -116,7 +116,8 @@ class StageCheckpoints(Checkpoints):
 
     def start_saving(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Begins to write the states of the learners after a step."""
-        self.save(step, {name: role.for_training() for name, role in learners.items()}, self.record)
+        states = {name: role.for_training() for name, role in learners.items()}
+        self.save(step, states, self.record, layers=_layers_of(learners))
 
     def commit_step(self, step: int, rows: RowChecksum | None) -> None:
         """Completes the checkpoint of a step once the rows of the log have reached it."""
@@ -153,6 +154,10 @@ class StageCheckpoints(Checkpoints):
             self.wait()
         last = self.stored.newest_complete(up_to=self._noted_step)
         return f"{failed} {fault}; the last checkpoint is of step {last}"
+
+
+def _layers_of(learners: Mapping[str, Learner]) -> dict[str, int]:
+    return {name: role.model.num_periods for name, role in learners.items()}
 
 
 def lost_rows(folder: StageFolder) -> str | None:

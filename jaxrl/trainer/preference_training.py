@@ -177,7 +177,7 @@ class DpoStage(PairStage):
         # A copy, and first: the start of the actor consumes the weights. Also for a resumed stage, since no
         # checkpoint has the reference.
         params = self._starting_params()
-        self._reference.load(copied(params, self._reference.train_shardings))
+        self._reference.load(copied(params, self._reference))
         if not resumed:
             self._actor.start_from(params)
 

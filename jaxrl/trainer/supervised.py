@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.config.shapes import row_limits
 from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
@@ -22,7 +24,7 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, init_params
+from jaxrl.models.decoder import Params, fitted, init_params
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.roles.batches import pack_examples
@@ -51,14 +53,15 @@ def load_or_init(run: RunContext) -> Params:
     key = jax.random.key(config.seed)
     if not config.weights:
         # Born sharded: no device holds the whole model.
-        return jax.jit(init_params, static_argnums=0, out_shardings=where)(model, key)
+        make = lambda key: fitted(init_params(model, key), packed.shapes)  # noqa: E731
+        return jax.jit(make, out_shardings=where)(key)
     params = load_params(config.weights, model, where, dtype=packed.frozen_dtype)
     if config.adapter:
         return lora.join(load_adapter(config.adapter, model, where), params)
     if model.lora.rank:
-        adapters, _ = lora.split(where)
-        fresh = jax.jit(lora.fresh_adapters, static_argnums=0, out_shardings=adapters)
-        return lora.join(fresh(model, key), params)
+        (like, _), (adapters, _) = map(lora.split, (packed.shapes, where))
+        fresh = lambda key: fitted(lora.fresh_adapters(model, key), like)  # noqa: E731
+        return lora.join(jax.jit(fresh, out_shardings=adapters)(key), params)
     return params
 
 
@@ -87,7 +90,7 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
         else:
             # The critic has a head of its own.
             kept = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
-            first = copied(kept, {name: critic.train_shardings[name] for name in kept})
+            first = copied(kept, critic)
         critic.start_from(first)
     # Last, because it donates the weights that the others have copied.
     roles.actor.start_from(params)
@@ -96,13 +99,25 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
 def keep_reference(roles: Roles, params: Params) -> None:
     """Gives the reference, if there is one, a copy of the initial weights of training."""
     if roles.reference is not None:
-        roles.reference.load(copied(params, roles.reference.train_shardings))
+        roles.reference.load(copied(params, roles.reference))
 
 
-def copied(params: Params, shardings: Any) -> Params:
-    """A copy of weights in new buffers, on the same mesh or another one."""
-    # `put` may keep a buffer as it is, and an update of the actor would overwrite it.
-    return jax.tree.map(lambda x, where: put(jnp.copy(x), where), params, shardings)
+def copied(params: Params, role: PackedModel) -> Params:
+    """A copy of weights in new buffers and the layout of a role, on the same mesh or another one."""
+
+    def one(x: jax.Array, like: Any, where: NamedSharding) -> jax.Array:
+        if x.shape != like.shape:
+            # Other stages hold other numbers of layers. For a moment the leaf is whole on each.
+            here: Any = x.sharding
+            whole = NamedSharding(here.mesh, P(None, *here.spec[1:]))
+            x = jax.jit(lambda x: fitted(x, like), out_shardings=whole)(x)
+        # `put` may keep a buffer as it is, and an update of the actor would overwrite it.
+        return put(jnp.copy(x), where)
+
+    of_role = [
+        {name: tree[name] for name in params} for tree in (role.shapes, role.train_shardings)
+    ]
+    return jax.tree.map(one, params, *of_role)
 
 
 def starting_params(run: RunContext, stop: StopSignal) -> Params:

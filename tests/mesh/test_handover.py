@@ -130,6 +130,28 @@ def test_weights_lie_as_the_sampler_asks(learner, fsdp, sampler, bucket_bytes):
         assert all(bucket.num_slices > 1 for bucket in move.buckets)
 
 
+@pytest.mark.parametrize("bucket_bytes", [None, 300, 1])
+@pytest.mark.parametrize("sampler", ["1-2-2", "3-1-1"])
+def test_layers_that_make_stages_equal_stay_behind(sampler, bucket_bytes):
+    """Two stages of two layers, the last of which is none."""
+    learner, sampler = layout_mesh(0, "2-1-2", 2), layout_mesh(4, sampler)
+    kept = {name: x if name == "norm" else x[:3] for name, x in WEIGHTS.items()}
+    before, after = (
+        jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), tree)
+        for tree in (WEIGHTS, kept)
+    )
+    where, wanted = (
+        shardings(AXES, *each)
+        for each in ((before, TRAIN_RULES, learner), (after, GENERATE_RULES, sampler))
+    )
+    options = {"generate_shapes": after, "bucket_bytes": bucket_bytes}
+    move = Handover(before, where, wanted, jnp.float32, **options)
+    params = jax.device_put(WEIGHTS, where)
+    for moved in (move.by_shards(params), move.to_generate(params)):
+        jax.tree.map(np.testing.assert_array_equal, moved, kept)
+        jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), moved, wanted)
+
+
 IN_8_BITS = {
     "up": StoredType(np.dtype("int8"), (1,)),
     "down": StoredType(np.dtype("int8"), (1,)),

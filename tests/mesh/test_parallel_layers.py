@@ -1,5 +1,7 @@
 """Attention and experts on a mesh give what they give on one device, whatever is split over what."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,12 @@ from closeness import assert_close
 from meshes import mesh_of
 
 from jaxrl.mesh import ring
-from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
+from jaxrl.mesh.parallel_layers import attention_parallel, delta_parallel, expert_parallel
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.mesh.token_exchange import exchange_pays
 from jaxrl.models.attention import attention
 from jaxrl.models.attention_kind import AttentionKind
+from jaxrl.models.delta_net import DeltaInputs, delta_of_rows
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
 
 B, T, H, D, F, E, A = 8, 8, 4, 8, 8, 4, 2
@@ -68,6 +71,40 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
         )
 
     assert_close(run(on_mesh), run(attention))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        (2, 2),
+        pytest.param((2, 1), marks=pytest.mark.long),
+        pytest.param((1, 4), marks=pytest.mark.long),
+    ],
+)
+def test_delta_layers_exchange_heads_whatever_way_attention_takes(split):
+    """Two segments and padding, in the order of tokens that a ring needs too."""
+    split, T, N, U = ring.ContextSplit(*split), 24, 8, 2
+    qkv = normal(B, T, N, 4), normal(B, T, N, 4, seed=1), normal(B, T, N, U, 3, seed=2)
+    taps = tuple(normal(*x.shape[2:], 3, seed=4) for x in qkv)
+    decay, step = -np.abs(normal(B, T, N, U, seed=5)), np.abs(np.sin(normal(B, T, N, U, seed=6)))
+    segments = np.repeat(np.array([[1, 2, 0]], np.int32), (10, 11, 3), axis=1).repeat(B, 0)
+    mesh = mesh_of("1-2-4", context=split.size)
+    shared = delta_parallel(delta_of_rows, mesh, TRAIN_RULES, split)
+    order = functools.partial(ring.spread, split=split, mesh=mesh, rules=TRAIN_RULES)
+
+    def run(recur, order, back):
+        def out(*leaves):
+            *of_tokens, taps = leaves[:3], *leaves[3:5], leaves[5:]
+            (qkv, decay, step), ids = jax.tree.map(order, (of_tokens, jnp.asarray(segments)))
+            live = (ids > 0)[..., None, None].astype(jnp.float32)
+            inputs = DeltaInputs(qkv, taps, decay * live, step * live, ids > 0)
+            return back(recur(inputs, None, ids)[0])
+
+        return value_and_gradients(out, *qkv, decay, step, *taps)
+
+    back = functools.partial(ring.unspread, split=split, mesh=mesh, rules=TRAIN_RULES)
+    alone = run(delta_of_rows, lambda x: x, lambda x: x)
+    assert_close(run(shared, order, back), alone, 1e-6)
 
 
 def expert_weights(num_experts=E):

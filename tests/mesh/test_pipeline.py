@@ -19,7 +19,7 @@ from jaxrl.mesh.ring import pick_split
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings, shards_of
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import decoder_graph, init_params
+from jaxrl.models.decoder import decoder_graph, evened, fitted, init_params
 from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.mixture import load_balancing_loss
 from jaxrl.models.model_config import ModelConfig
@@ -34,6 +34,9 @@ WINDOWED = dataclasses.replace(
     DENSE, sliding_window=2, layer_pattern=("sliding",) * 3 + ("full",), rope_local_theta=100.0
 )
 MIXTURE = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2)
+# Two stages of three layers, and of two.
+UNEVEN, UNEVEN_WINDOWED = (dataclasses.replace(each, num_layers=5) for each in (DENSE, WINDOWED))
+UNEVEN_MIXTURE = dataclasses.replace(MIXTURE, num_layers=3)
 
 
 @functools.cache
@@ -71,7 +74,9 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
             experts=expert_parallel(apply_experts_in_tiles, mesh, TRAIN_RULES),
             layers=pipeline(scan_layers, mesh, TRAIN_RULES, num_microbatches=num_microbatches),
         )
-        params = jax.device_put(params, shardings(axes, shapes, TRAIN_RULES, mesh))
+        shapes = evened(shapes, shards_of("layers", TRAIN_RULES, mesh))
+        where = shardings(axes, shapes, TRAIN_RULES, mesh)
+        params = jax.device_put(fitted(params, shapes), where)
 
     shards = (1, 1)
     if mesh is not None:
@@ -126,17 +131,29 @@ def expected(model):
             *(WINDOWED, {"train": "2-1-2", "context": 2}, {"remat": "projections"}),
             marks=pytest.mark.long,
         ),
+        (UNEVEN, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4, "remat": "full"}),
+        pytest.param(
+            *(UNEVEN_WINDOWED, {"train": "2-1-2", "context": 2}, {}), marks=pytest.mark.long
+        ),
+        pytest.param(UNEVEN_MIXTURE, {"train": "2-2-2", "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(MIXTURE, {"train": "2-2-2", "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(
             *(MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
             marks=pytest.mark.long,
         ),
     ],
-    ids=["p=2", "p=4", "windows", "experts", "context"],
+    ids=[
+        *("p=2", "p=4", "windows", "uneven", "uneven windows", "uneven experts", "experts"),
+        "context",
+    ],
 )
 def test_losses_gradients_and_logprobs_are_those_of_one_device(model, layout, settings):
     program, arguments = compiled(model, mesh_of(**layout), **settings)
-    assert_close(jax.device_get(program(*arguments)), expected(model), scale=1)
+    found, gradients = jax.device_get(program(*arguments))
+    absent = jax.tree.map(lambda leaf: leaf[model.num_layers :], gradients["layers"])
+    assert not any(map(np.any, jax.tree.leaves(absent)))
+    gradients = fitted(gradients, weights_of(model))
+    assert_close((found, gradients), expected(model), scale=1)
 
 
 def test_activations_go_from_stage_to_stage_and_weights_stay():
@@ -208,8 +225,9 @@ def test_microbatches_that_do_not_fit_are_refused(num_rows, requested, message):
         check_microbatches(num_rows, TRAIN_RULES, mesh_of("4-1-2"), requested)
 
 
-def test_layers_that_the_stages_do_not_divide_are_refused():
-    _, shapes, axes = decoder_graph(dataclasses.replace(DENSE, num_layers=3))
-    rule = "layers of size 3 does not divide over stage_gen=2 .2 shards.; choose a layout"
+def test_stages_without_a_layer_are_refused():
+    """Of 5 layers over 4 stages the first two have 2 each and the third one."""
+    UNEVEN.check_stages(3)
+    rule = "4 pipeline stages for 5 layers, 2 each, so 3 would have all of them; choose p = 3"
     with pytest.raises(UserError, match=rule):
-        shardings(axes, shapes, TRAIN_RULES, mesh_of("2-1-1"))
+        UNEVEN.check_stages(4)

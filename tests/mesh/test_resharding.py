@@ -87,6 +87,31 @@ def test_values_stay_and_lie_as_generation_asks(train, generate, shares):
     )
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 10**9])
+@pytest.mark.parametrize(("p_g", "layers"), [(1, 13), (2, 14)])
+def test_layers_that_make_stages_equal_stay_in_training(p_g, layers, bucket_bytes):
+    """Four stages of four layers, of which the last two or three are zeros."""
+    train = LayoutConfig(train="4-2-1", generate=f"{p_g}-2-{4 // p_g}-1")
+    layout = ParallelLayout.from_config(train)
+    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    axes, rng = {"up": ("layers", "embed", "mlp")}, np.random.default_rng(0)
+    weights = rng.normal(size=(16, 6, 8)).astype(np.float32)
+    weights[layers:] = 0
+    before, after = (jax.ShapeDtypeStruct((n, 6, 8), np.float32) for n in (16, layers))
+    where = shardings(axes, {"up": before}, TRAIN_RULES, mesh)
+    wanted = shardings(axes, {"up": after}, GENERATE_RULES, mesh)
+    types = {"up": StoredType(jnp.dtype("float32"))}
+    ends = ({"up": before}, where, wanted, types)
+    options = {"bucket_bytes": bucket_bytes, "donate": True}
+    move = Resharding(*ends, generate_shapes={"up": after}, **options)
+    moved = move.to_generate(jax.device_put({"up": weights}, where))
+    np.testing.assert_array_equal(moved["up"], weights[:layers])
+    assert moved["up"].sharding.is_equivalent_to(wanted["up"], 3)
+    again = move.to_train(moved)["up"]
+    np.testing.assert_array_equal(again, weights)
+    assert again.sharding.is_equivalent_to(where["up"], 3)
+
+
 def test_training_weights_survive_the_move():
     params, _, move = plan("1-4-2", "1-2-2-2", fsdp=2)
     move.to_generate(params)

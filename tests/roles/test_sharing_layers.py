@@ -41,6 +41,17 @@ def test_packing_meshes_and_rematerialising_do_not_change_an_update():
         assert found[2] == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.long
+def test_devices_that_share_rows_do_not_change_an_update():
+    batch = packed(sequences(), PACKED)
+    (_, alone, norm), (_, shared, shared_norm) = (
+        update(batch, (train, "", 1), SHARING, context=context)
+        for train, context in (("1-1-1", 1), ("1-2-4", 2))
+    )
+    assert_close(shared, alone, scale=1)
+    assert shared_norm == pytest.approx(norm, rel=1e-4)
+
+
 @pytest.mark.parametrize("sharing", [2, 0])
 def test_stages_of_a_pipeline_are_refused(sharing):
     model = dataclasses.replace(SHARING, sharing_layers=sharing, double_wide_sharing=False)

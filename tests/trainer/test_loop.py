@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.metrics import MetricsWriter, read_metrics
@@ -24,6 +25,8 @@ PATIENCE_S = 10_000
 
 class Counter:
     """A learner whose weight is the number of its updates."""
+
+    model = ModelConfig()
 
     def __init__(self):
         self.state = self._state_of(0)

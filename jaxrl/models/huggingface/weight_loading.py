@@ -35,7 +35,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 from flax import traverse_util
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxrl.errors import UserError
 from jaxrl.files import open_file, read_json_object
@@ -352,7 +352,7 @@ def _load_table(
 def _load_leaf(
     slice_of: Callable[[str], Any], row: WeightRule, sharding: Sharding, dtype: np.dtype
 ) -> jax.Array:
-    shape, num_stacked = row.leaf_shape, len(row.stacked)
+    shape, num_stacked = _even_shape(row, sharding), len(row.stacked)
     # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -362,7 +362,10 @@ def _load_leaf(
         size = tuple(end - begin for begin, end in bounds)
         shards = [jnp.zeros(size, dtype, device=device) for device in devices]
         stacked, inner = bounds[:num_stacked], dict(zip(row.ours, bounds, strict=True))
-        for position in itertools.product(*(range(*pair) for pair in stacked)):
+        there = zip(stacked, row.leaf_shape, strict=False)
+        for position in itertools.product(
+            *(range(begin, min(end, size)) for (begin, end), size in there)
+        ):
             piece = _read_piece(slice_of(row.tensor_name(position)), row, inner)
             offset = offset_of(position, stacked)
             for i, device in enumerate(devices):
@@ -372,6 +375,16 @@ def _load_leaf(
             jax.block_until_ready(shards)
         loaded += shards
     return jax.make_array_from_single_device_arrays(shape, sharding, loaded, dtype=dtype)
+
+
+def _even_shape(row: WeightRule, sharding: Sharding) -> tuple[int, ...]:
+    """The shape of a leaf with as many layers as the stages of a pipeline hold; further ones stay 0."""
+    layers, *rest = row.leaf_shape or (0,)
+    if not (row.stacked and isinstance(sharding, NamedSharding) and sharding.spec):
+        return row.leaf_shape
+    axes = sharding.spec[0] or ()
+    stages = math.prod(sharding.mesh.shape[a] for a in ([axes] if isinstance(axes, str) else axes))
+    return -(-layers // stages) * stages, *rest
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:

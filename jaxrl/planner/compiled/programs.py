@@ -354,7 +354,8 @@ def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[
     if isinstance(actor.resharding, Resharding):
         yield from _resharding(actor.resharding)
         role = "actor"
-    yield from engine_programs(engine, load, role=role, shapes=actor.shapes, axes=actor.axes)
+    shapes, axes = actor.model_shapes, actor.axes
+    yield from engine_programs(engine, load, role=role, shapes=shapes, axes=axes)
 
 
 def _resharding(resharding: Resharding) -> Iterator[Program]:

@@ -49,6 +49,10 @@ from jaxrl.planner.simulation.simulate_generation import (
 )
 from jaxrl.planner.simulation.step_simulator import RoleMapping, RoleTasks, StepSimulator
 
+# Stages that would hold more layers than this, relative to the model's, are not tried: fewer stages are
+# faster then.
+_MOST_OF_STACK = 1.1
+
 
 def pareto_front(points: np.ndarray) -> np.ndarray:
     """Indices of the points on the Pareto front: no other point is at most as large in every coordinate.
@@ -146,9 +150,10 @@ def layouts_of(
 
     FSDP splits weights over the replicas of `fsdp`; where all replicas with rows of their own are, ZeRO-3
     splits them over those that share a row too.
-    Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, and experts over
-    the expert axis. Key-value heads are split as far as they divide (mesh.rules). Context groups, which
-    pass on parts of whole rows, stay inside fast links.
+    Heads, feed-forward width and vocabulary divide over t, width over FSDP, and experts over the expert axis.
+    Stages have equally many layers, a few of which may be absent in the last one. Key-value heads are split
+    as far as they divide (mesh.rules). Context groups, which pass on parts of whole rows, stay inside fast
+    links.
 
     Generation may take replicas as tensor shards. Those are neighbours then, and the groups of `expert` and
     `context` lie further apart in training too: such layouts have their t_g.
@@ -158,7 +163,10 @@ def layouts_of(
         if not _splits(model, t, widest):
             continue
         for p in divisors(devices // t):
-            if model.num_periods % p or p > limits.max_pipeline:
+            layers, of_stage = model.num_periods, model.periods_of_stage(p)
+            if of_stage * p > _MOST_OF_STACK * layers or of_stage * (p - 1) >= layers:
+                continue
+            if p > limits.max_pipeline:
                 continue
             if p > 1 and (model.sharing_layers or model.layer_inputs):
                 continue
@@ -168,6 +176,7 @@ def layouts_of(
                     d % (expert * context)
                     or (model.num_experts or 1) % expert
                     or context > min(limits.max_context, max(1, domain // t))
+                    or model.delta_key_heads % (t * context)
                 ):
                     continue
                 most = d // (expert * context)
@@ -287,6 +296,8 @@ class GenerationChoice:
         by_groups: dict[GenerationGroups, list[int]] = {}
         for i, layout in enumerate(options.layouts):
             for generating in generations_of(layout):
+                if self._model.num_periods % generating.p_g:
+                    continue
                 groups = self._simulator.groups(generating)
                 by_groups.setdefault(groups, []).append(i)
         # In a fixed order, so that of equally fast choices each search takes the same.

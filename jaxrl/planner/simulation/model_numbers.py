@@ -20,6 +20,7 @@ class ModelNumbers:
 
     Attributes:
       layers: L.
+      periods: iterations of the scan over the stack, which stages share.
       dense: parameters of the stack without experts, split by pipeline and tensor parallelism.
       experts: parameters of all experts, split in the same way and over the expert axis.
       outside: parameters of embedding, head and first dense layers, split by tensor parallelism only.
@@ -33,6 +34,7 @@ class ModelNumbers:
     """
 
     layers: int
+    periods: int
     dense: float
     experts: float
     outside: float
@@ -44,9 +46,14 @@ class ModelNumbers:
     vocabulary: int
     cached: tuple[tuple[int, float], ...]
 
+    def part_of_stage(self, p: int) -> float:
+        """The part of the stack that each of p stages has and computes: 1 / p, or more with absent layers."""
+        return -(-self.periods // p) / self.periods
+
     def params_of_shard(self, p: int, t: int, expert: int = 1) -> float:
         """Parameters per device with p stages, t tensor and some expert shards, without FSDP."""
-        return ((self.dense + self.experts / expert) / p + self.outside) / t
+        stack = (self.dense + self.experts / expert) * self.part_of_stage(p)
+        return (stack + self.outside) / t
 
     def cache_values_of_shard(self, p: int, t: int) -> float:
         """Cached values per token and device; kv heads are split as far as t divides them (mesh.rules)."""
@@ -83,6 +90,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     experts = (model.num_layers - first) * model.num_experts * 3 * width * model.d_ff
     return ModelNumbers(
         layers=model.num_layers,
+        periods=model.num_periods,
         dense=float(model.num_params - outside - width - experts),
         experts=float(experts),
         outside=float(outside),

@@ -149,12 +149,13 @@ class PassSimulator:
             kept = (numbers.kept_values + numbers.split_values / layout.t) * assume.compute_bytes
             # Norms compute in float32, and keep their inputs so too.
             kept += numbers.kept_values * 4 if assume.compute_bytes < 4 else 0
-        kept *= tokens * numbers.layers / layout.p
+        layers = numbers.layers * numbers.part_of_stage(layout.p)
+        kept *= tokens * layers
         if assume.remat == "offload_inputs":
             # Out and back for each flush. The device holds those of two layers at a time.
             copied = 2 * flushes.count * kept * repeats
             seconds["inputs of layers to the host"] = copied / (assume.offload_gbs * 1e9)
-            kept *= 2 * layout.p / numbers.layers
+            kept *= 2 / layers
         transient = {
             "gradients": sums * assume.gradient_bytes * summed,
             "kept of the layers": kept,
@@ -197,7 +198,8 @@ class PassSimulator:
         flops += attention * self._attention_flops(model, layout, flushes)
         read = weights * self._values(model, layout) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read
-        return max(flops / (layout.p * layout.t) / self._flops, reads)
+        # Absent layers are computed too.
+        return max(flops * numbers.part_of_stage(layout.p) / layout.t / self._flops, reads)
 
     def _attention_flops(
         self, model: ModelConfig, layout: ParallelLayout, flushes: _Flushes
@@ -236,7 +238,7 @@ class PassSimulator:
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
-        layers = passes * numbers.layers / layout.p * microbatches
+        layers = passes * numbers.layers * numbers.part_of_stage(layout.p) * microbatches
         shared = self._collectives
         one = shared.reduce_s(size, shared.ring(layout, *TRAIN_RULES["heads"]))
         found = {"tensor all-reduces": 2 * layers * one}
@@ -251,7 +253,15 @@ class PassSimulator:
         if layout.context > 1:
             heads = (model.num_heads // layout.t, max(1, model.num_kv_heads // layout.t))
             split = pick_split(layout.context, *heads, whole_rows=assume.attention != "xla")
-            sent = flushes.microbatch_tokens * split.heads_sent(*heads) * model.largest_head
+            deltas = (model.num_layers - model.attention_layers) / model.num_layers
+            sent = (1 - deltas) * split.heads_sent(*heads) * model.largest_head
+            # Delta layers exchange queries, keys, values and, in float32, outputs.
+            keys = model.delta_key_heads * model.delta_key_dim
+            values = model.delta_value_heads * model.delta_value_dim
+            others = (layout.context - 1) / layout.context
+            both = values * (1 + 4 / assume.compute_bytes)
+            sent += deltas * (2 * keys + both) / layout.t * others
+            sent *= flushes.microbatch_tokens
             # Written as a gather, of which a device sends all but its own part.
             whole = sent * assume.compute_bytes * layout.context / (layout.context - 1)
             calls = 4 * (split.exchanged > 1) + 2 * (split.ring - 1)
@@ -278,7 +288,7 @@ class PassSimulator:
         values = self._values(model, layout)
         shards = self._shards(layout, "weights")
         # The weights of a layer are one gather, and their gradients one sum.
-        calls = numbers.layers / layout.p + 1
+        calls = numbers.layers * numbers.part_of_stage(layout.p) + 1
         # Weights travel in the type of the matmuls, gradients in the type of their sums.
         gather = shared.gather_s(values * assume.compute_bytes, shards, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
@@ -287,7 +297,7 @@ class PassSimulator:
             scattered = self._shards(layout, "gradients")
             scatter = shared.gather_s(values * assume.reduced_bytes, scattered, calls=calls)
             # The other replicas have sums of the same shards, but for experts, which those of `expert` split.
-            own = numbers.experts / (layout.p * layout.t * layout.expert)
+            own = numbers.experts * numbers.part_of_stage(layout.p) / (layout.t * layout.expert)
             sharded = state_rules(layout.sharding).gradients["embed"]
             axes = [a for a in (*TRAIN_RULES["batch"], "context") if a not in sharded]
             rest = 0.0
@@ -356,7 +366,8 @@ class PassSimulator:
         # GPU compilers cast the weights of one layer at a time.
         is_tpu = self._cluster.accelerator.arrangement == "torus"
         if is_tpu and assume.compute_bytes != assume.master_bytes:
-            shard = stacked / (layout.p * layout.t * self._shards(layout, "weights").members)
+            shard = stacked * numbers.part_of_stage(layout.p)
+            shard /= layout.t * self._shards(layout, "weights").members
             found["layers' weights in the type of the matmuls"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}

@@ -15,7 +15,7 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Weight
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
-from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.decoder import decoder_graph, evened
 from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.resharding_costs import from_shardings, table_2
@@ -230,7 +230,19 @@ def test_the_real_rules_accept_every_strategy(name, devices):
         names = ("generate", "fsdp", "expert", "context", "sharding")
         config = LayoutConfig(train=text, **{name: getattr(layout, name) for name in names})
         assert ParallelLayout.from_config(config) == layout
-        shardings(axes, shapes, TRAIN_RULES, abstract_mesh(layout))
+        shardings(axes, evened(shapes, layout.p), TRAIN_RULES, abstract_mesh(layout))
+
+
+def test_absent_layers_cost_as_much_as_others():
+    """Two stages of three layers, whether or not the last one has its third."""
+    five, six = (
+        passes().training(dataclasses.replace(MODEL, num_layers=layers), split(2, 1, 1))
+        for layers in (5, 6)
+    )
+    assert five.resident_bytes == six.resident_bytes
+    assert five.transient["kept of the layers"] == six.transient["kept of the layers"]
+    # The head counts as if it were in the stack too.
+    assert six.seconds["compute"] <= five.seconds["compute"] < 1.2 * six.seconds["compute"]
 
 
 # Latencies and fixed costs
@@ -442,7 +454,7 @@ def test_resharding_moves_what_the_real_shardings_say():
     )
     dtype = np.dtype("float16")  # of two bytes, as bfloat16 is
     weights = [
-        Weight(leaf.shape, dtype, a, StoredType(dtype), b)
+        Weight(leaf.shape, dtype, a, StoredType(dtype), b, leaf.shape)
         for leaf, a, b in zip(jax.tree.leaves(shapes), train, generate, strict=True)
     ]
     cluster = Cluster(toy(per_host=8), (1, 8))
