@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import json
 import os
@@ -63,6 +64,13 @@ class HostsConfig:
     every pool has an equal part of every process.
     """
 
+    fewer: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Settings by the number of hosts with which `jaxrl train --supervise` goes on if others do not
+    come back, such as {"8": "mesh.train=1-8-8 mesh.fsdp=8"}; "" changes none.
+    """
+    fewer_after_s: Annotated[float, at_least(0, at_most=86_400)] = 300.0
+    """Seconds that `fewer` waits for the others."""
+
     def __post_init__(self):
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
@@ -80,6 +88,13 @@ class HostsConfig:
                 f"coordinator {self.coordinator!r} is neither {AUTO!r} nor {PATHWAYS!r} nor address:port of "
                 "process 0, such as 10.0.0.1:8476"
             )
+
+        for number in self.fewer:
+            if not number.isdecimal() or not 0 < int(number) < self.num_processes:
+                raise ValueError(
+                    f"fewer has settings for {number!r} hosts; give numbers from 1 to "
+                    f"{self.num_processes - 1}, fewer than num_processes, which JAX must not find itself"
+                )
 
     @property
     def place(self) -> str:
