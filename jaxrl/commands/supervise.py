@@ -46,6 +46,11 @@ def supervise(config: Config, arguments: Sequence[str]) -> int:
     """Runs `jaxrl train` with these arguments until it ends for another reason than a loss."""
     command = [sys.executable, "-m", "jaxrl", "train", *arguments]
     for number in config.hosts.fewer:
+        if not number.isdecimal() or not 0 < int(number) < config.hosts.num_processes:
+            raise UserError(
+                f"hosts.fewer has settings for {number!r} hosts; give numbers below hosts.num_processes, "
+                f"{config.hosts.num_processes}, which JAX must not find itself"
+            )
         _check_fewer(config, int(number), arguments)
     return keep_running(command, config.run_folder.path, hosts=config.hosts)
 
