@@ -287,3 +287,41 @@ def test_supervised_processes_go_on_after_a_kill(tmp_path, lost):
         for _, errors in finish(supervisors):
             assert "supervisor: ended with status" in errors
     assert rows_of(again, "rl") == rows_of(once, "rl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_does_not_come_back_is_done_without(tmp_path, lost):
+    """The other one goes on alone, in a layout that the recipe has for one host, to the same samples."""
+    once, again = tmp_path / "once", tmp_path / "again"
+    one_host = "mesh.train=1-2-1 mesh.generate=1-1-2-1 mesh.fsdp=1 mesh.simulated_devices=2"
+    fewer = {"hosts.lost_after_s": 20.0, "hosts.fewer": {"1": one_host}, "hosts.fewer_after_s": 5.0}
+    steps = {"run.num_steps": 5, "evaluation.every": 5, "run.rollouts_every": 1}
+    recipes = []
+    for folder in (once, again):
+        folder.mkdir()
+        recipes.append(write_recipe(folder, **steps | (fewer if folder == again else {})))
+    run([recipes[0]] * 2)
+    with start([recipes[1]] * 2, "--supervise") as supervisors:
+        wait_for_step(again, supervisors)
+        supervisor = supervisors[lost].pid
+        child = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
+        # As if the whole host were gone.
+        for process in (supervisor, int(child)):
+            os.kill(process, signal.SIGKILL)
+        ((_, errors),) = finish([supervisors[1 - lost]])
+        assert f"hosts [{1 - lost}] of 2 go on without the others" in errors
+    ours, theirs = (rows_of(folder, "rl") for folder in (again, once))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, wanted in zip(ours, theirs, strict=True):
+        for name in wanted:
+            rtol = 1e-2 if name.endswith("ratio_max_deviation") else 1e-4
+            assert_close(row[name], wanted[name], rtol=rtol, scale=1, err_msg=name)
+    kept = [sorted((f / "runs/tiny/seed0/rollouts").glob("step_*")) for f in (again, once)]
+    assert len(kept[0]) == len(kept[1]) == 5
+    for mine, other in zip(*kept, strict=True):
+        tokens = [
+            [json.loads(line)["completion"] for line in f.read_text().splitlines()]
+            for f in (mine, other)
+        ]
+        assert tokens[0] == tokens[1]

@@ -8,6 +8,8 @@ passes. The first one that fails ends all hosts with status 2 and a line that sa
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -16,9 +18,10 @@ import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +37,7 @@ from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.files import fingerprint
 from jaxrl.flags import command_parser
 from jaxrl.mesh import hosts
+from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.handover import move_arrays
 from jaxrl.mesh.pools import take_devices
 from jaxrl.planner.resolve import with_cpu_devices
@@ -47,6 +51,9 @@ _CLOCKS_S = 2.0
 _FILE_BYTES = 2**28
 # float32 numbers of a device; simulated ones share a memory.
 _NUMBERS, _NUMBERS_ON_CPU = 2**26, 2**20
+# The others wait this much longer than the process that finds something wrong, process 0 twice.
+_MARGIN_S = 5.0
+_FILES = "see the file systems of weights, packages, cache and run.output"
 _NETWORK = (
     "the hosts have met and their devices do not reach each other: open all ports between the hosts, and see "
     "docs/pods.md for the variables of the network"
@@ -63,11 +70,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--patience_s", type=float, default=300.0, help="longest time of a check")
     args = parser.parse_args(rest)
     config = with_cpu_devices(load_config(Config, args.config, overrides))
+    patience_s = args.patience_s
+    in_time(patience_s, "cache of compiled programs", keep_compiled_programs)
     program.start(config)
     with hosts.watched(config.hosts):
         # The first exchange ends on all hosts at about the same moment, for the clocks.
         hosts.gather(lambda: None)
-        facts = hosts.gather(lambda: _facts(config))
+        with _ends("facts", _FILES, patience_s):
+            facts = hosts.gather(lambda: _facts(config, patience_s))
         check_facts(facts, args.hosts)
         if not config.mesh.searched:
             take_devices(pools_of(config), jax.devices())
@@ -75,18 +85,54 @@ def main(argv: Sequence[str]) -> int:
         _say("clocks", f"within {max(map(abs, _apart_s(facts))):.2f} s of their median")
         for fact, value in facts[0]["same"].items():
             _say("same", f"{fact} {value}")
-        checks = ((_disk, "see its file system"), (_all_reduce, _NETWORK), (_handover, _NETWORK))
-        for check, remedy in checks:
-            hosts.enter_phase(check.__name__[1:])
-            timer = threading.Timer(args.patience_s, _give_up, [check.__name__[1:], remedy])
-            timer.start()
-            try:
-                check(config)
-            except jax.errors.JaxRuntimeError as error:
-                raise UserError(f"{str(error).splitlines()[0]}; {remedy}") from error
-            finally:
-                timer.cancel()
+        with _ends("disk", _FILES, patience_s):
+            _disk(config, patience_s)
+        with _ends("all-reduce", _NETWORK, patience_s):
+            _all_reduce()
+        with _ends("hand-over", _NETWORK, patience_s):
+            _handover()
     return 0
+
+
+@contextlib.contextmanager
+def _ends(check: str, remedy: str, patience_s: float) -> Iterator[None]:
+    """Ends this process if the block does not end in time: a collective that hangs cannot be interrupted."""
+
+    def give_up() -> None:
+        print(f"error: {check} does not end; {remedy}", file=sys.stderr, flush=True)
+        os._exit(EXIT_USER_ERROR)
+
+    hosts.enter_phase(check)
+    # Process 0 last: without it the others end with the status of a loss.
+    timer = threading.Timer(patience_s + _MARGIN_S * (1 + hosts.is_first()), give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def in_time(seconds: float, what: str, function: Callable[[], Any]) -> Any:
+    """The result of a function, which may block for good where a file system does not answer.
+
+    Raises:
+      UserError: it does not end in time.
+    """
+    result = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:  # raised below
+            result.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        raise UserError(
+            f"{what} did not answer for {seconds:.0f} s on host {socket.gethostname()}; {_FILES}"
+        ) from error
 
 
 def _say(what: str, text: str) -> None:
@@ -94,19 +140,17 @@ def _say(what: str, text: str) -> None:
         print(f"{what:12}{text}", flush=True)
 
 
-def _give_up(check: str, remedy: str) -> None:
-    """Ends the process: a collective that hangs cannot be interrupted."""
-    print(f"error: {check} does not end; {remedy}", file=sys.stderr, flush=True)
-    os._exit(EXIT_USER_ERROR)
-
-
-def _facts(config: Config) -> dict[str, Any]:
+def _facts(config: Config, patience_s: float) -> dict[str, Any]:
     """What hosts tell each other: name, clock, devices, and what must be the same everywhere."""
     clock_s, source = time.time(), pathlib.Path(__file__).parents[1]
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    same = {"Python": platform.python_version(), **versions}
-    same |= {"source of jaxrl": fingerprint(source, "**/*.py")}
-    same |= program.weight_fingerprints(config)
+
+    def files() -> dict[str, str]:
+        versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        code = {"source of jaxrl": fingerprint(source, "**/*.py")}
+        return versions | code | program.weight_fingerprints(config)
+
+    files_of = in_time(patience_s, "a file of the weights or the packages", files)
+    same = {"Python": platform.python_version(), **files_of}
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
     return {"host": socket.gethostname(), "clock_s": clock_s, "devices": devices, "same": same}
 
@@ -149,26 +193,33 @@ def check_facts(facts: Sequence[Mapping[str, Any]], num_hosts: int) -> None:
                 )
 
 
-def _disk(config: Config) -> None:
-    folder, content = config.run_folder.path, os.urandom(_FILE_BYTES)
+def _disk(config: Config, patience_s: float) -> None:
+    folder = config.run_folder.path
     paths = [folder / f".doctor.{i}" for i in range(hosts.num_processes())]
     own = paths[jax.process_index()]
 
     def write() -> float:
         ensure_writable(folder)
-        start_s = time.perf_counter()
-        # Buffered: a single write may store a part and say nothing of a full disk.
-        with disk_errors(folder), own.open("wb") as file:
+        own.touch()
+        content, start_s = os.urandom(_FILE_BYTES), time.perf_counter()
+        # Without a name, so that a kill leaves nothing. Buffered: a single write may store a part and say
+        # nothing of a full disk.
+        with disk_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         return time.perf_counter() - start_s
 
+    def on_disk(function: Callable[[], Any]) -> list[Any]:
+        return hosts.gather(lambda: in_time(patience_s, str(folder), function))
+
     try:
-        slowest_s = max(hosts.gather(write))
-        unseen = hosts.gather(lambda: [path.name for path in paths if not path.exists()])
+        slowest_s = max(on_disk(write))
+        unseen = on_disk(lambda: [path.name for path in paths if not path.exists()])
     finally:
-        own.unlink(missing_ok=True)
+        # No second wait for a disk that does not answer.
+        with contextlib.suppress(UserError):
+            in_time(1.0, str(folder), lambda: own.unlink(missing_ok=True))
     for number, names in enumerate(unseen):
         if names:
             raise UserError(
@@ -179,7 +230,7 @@ def _disk(config: Config) -> None:
     _say("disk", f"{folder}: shared, {free:.0f} GB free, {speed:.0f} MB/s for each of all at once")
 
 
-def _all_reduce(config: Config) -> None:
+def _all_reduce() -> None:
     mesh = Mesh(np.array(jax.devices()), ("device",))
     rows = _rows(mesh)
     total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
@@ -189,7 +240,7 @@ def _all_reduce(config: Config) -> None:
     _say("all-reduce", f"{wanted:.0f} on all {mesh.size} devices, {rate}")
 
 
-def _handover(config: Config) -> None:
+def _handover() -> None:
     """From half of each host's devices to the other half, or of the hosts if each has one device."""
     # Their own order may go back and forth between hosts.
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
@@ -221,15 +272,22 @@ def _rows(mesh: Mesh) -> jax.Array:
 
 def _rate(call: Callable[[], jax.Array], wanted: Any) -> str:
     """The speed of a second call, for one device; UserError on all if a shard is not what is wanted."""
-    jax.block_until_ready(call())
-    start_s = time.perf_counter()
-    result = jax.block_until_ready(call())
-    seconds = time.perf_counter() - start_s
-    wrong = [
-        str(x.device) for x in result.addressable_shards if (np.asarray(x.data) != wanted).any()
-    ]
-    for number, devices in enumerate(hosts.gather(lambda: wrong)):
+
+    def measured() -> tuple[list[str], int, float]:
+        try:
+            jax.block_until_ready(call())
+            start_s = time.perf_counter()
+            result = jax.block_until_ready(call())
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(f"{str(error).splitlines()[0]}; {_NETWORK}") from error
+        seconds, shards = time.perf_counter() - start_s, result.addressable_shards
+        wrong = [str(x.device) for x in shards if (np.asarray(x.data) != wanted).any()]
+        return wrong, max((x.data.nbytes for x in shards), default=0), 1e3 * seconds
+
+    results = hosts.gather(measured)
+    for number, (devices, *_) in enumerate(results):
         if devices:
             raise UserError(f"{devices[0]} of process {number} got wrong numbers; replace its host")
-    num_bytes, ms = result.addressable_shards[0].data.nbytes, 1e3 * seconds
+    # A process may have no device that receives.
+    num_bytes, ms = (max(column) for column in list(zip(*results, strict=True))[1:])
     return f"{num_bytes / 1e6:.0f} MB for each in {ms:.3g} ms: {num_bytes / 1e6 / ms:.3g} GB/s"

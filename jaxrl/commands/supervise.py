@@ -5,11 +5,13 @@
           +------------------------------------------+
 
 Start it on every host in place of `jaxrl train`. A host that is gone for good is missed: the others try until
-they have failed too often. It asks JAX for no device, so that it takes none.
+they have failed too often, or go on with the settings of `hosts.fewer`. It asks JAX for no device, so that it
+takes none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import signal
 import subprocess
@@ -18,9 +20,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.commands.rendezvous import Rendezvous, fewer_settings
+from jaxrl.config import command_line
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
+from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.tracking.durable import ensure_writable, take_lock
+from jaxrl.trainer.algorithm import pools_of
 
 # Starts in a row without a new checkpoint after which it gives up.
 _MOST_FAILURES = 10
@@ -39,10 +45,39 @@ os.execv(sys.argv[1], sys.argv[1:])
 def supervise(config: Config, arguments: Sequence[str]) -> int:
     """Runs `jaxrl train` with these arguments until it ends for another reason than a loss."""
     command = [sys.executable, "-m", "jaxrl", "train", *arguments]
-    return keep_running(command, config.run_folder.path, process=config.hosts.place)
+    for number in config.hosts.fewer:
+        if not number.isdecimal() or not 0 < int(number) < config.hosts.num_processes:
+            raise UserError(
+                f"hosts.fewer has settings for {number!r} hosts; give numbers below hosts.num_processes, "
+                f"{config.hosts.num_processes}, which JAX must not find itself"
+            )
+        _check_fewer(config, int(number), arguments)
+    return keep_running(command, config.run_folder.path, hosts=config.hosts)
 
 
-def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: str) -> int:
+def _check_fewer(config: Config, num_hosts: int, arguments: Sequence[str]) -> None:
+    """Raises UserError if the run cannot go on with so many hosts: long before one is lost."""
+
+    def check(fewer: Config) -> None:
+        """Checks the layout."""
+        layouts = (config.mesh, fewer.mesh)
+        before, after = (sum(p.num_devices for p in pools_of(c)) for c in (config, fewer))
+        if before * num_hosts != after * config.hosts.num_processes and not any(
+            mesh.searched for mesh in layouts
+        ):
+            raise UserError(
+                f"its layout has {after} devices, and {num_hosts} of {config.hosts.num_processes} hosts have "
+                f"{before * num_hosts / config.hosts.num_processes:g} of {before}; change the layout"
+            )
+
+    more = fewer_settings(config.hosts, num_hosts)
+    try:
+        command_line.run(check, Config, argv=["", *arguments, *more])
+    except UserError as error:
+        raise UserError(f"hosts.fewer.{num_hosts}: {error}") from error
+
+
+def keep_running(command: Sequence[str], folder: pathlib.Path, *, hosts: HostsConfig) -> int:
     """Runs a command until it ends for another reason than a loss; returns its exit status.
 
     SIGTERM and SIGINT are passed on, and it is not started again after them.
@@ -50,7 +85,7 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: str) 
     Args:
       command: the training command of this host.
       folder: folder of the run.
-      process: `HostsConfig.place` of the process.
+      hosts: this host and the others.
 
     Raises:
       UserError: the folder cannot be written to, another supervisor has this process of the run, or the
@@ -59,14 +94,24 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: str) 
     ensure_writable(folder)
     # Of numbered processes without a host: one that comes back does not join where another has taken its
     # place.
-    lock = folder / f"supervisor.{process}.lock"
-    with take_lock(lock), _Child() as child:
+    lock = folder / f"supervisor.{hosts.place}.lock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(take_lock(lock))
+        child = stack.enter_context(_Child())
+        meeting = stack.enter_context(Rendezvous(hosts, folder)) if hosts.fewer else None
         failures, saved, has_run = 0, _saved(folder), False
         while True:
-            status = child.run(command)
+            more = meeting.wait(lambda: child.stopping) if meeting else []
+            if more is None:
+                return EXIT_TRY_AGAIN
+            if isinstance(more, int):
+                return more
+            status = child.run([*command, *more])
             # A started process that does not find the others, who have not noticed a loss yet, has status 2.
             lost = status < 0 or status == EXIT_TRY_AGAIN or (has_run and status == EXIT_USER_ERROR)
             if child.stopping or not lost:
+                if meeting and not child.stopping:
+                    meeting.end(status)
                 # A signal as a shell tells it.
                 return 128 - status if status < 0 else status
             before, saved = saved, _saved(folder)

@@ -13,14 +13,16 @@ import hashlib
 import logging
 import pathlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import filelock
 import jax
+from jax._src import compiler, distributed
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl.files import cache_root
+from jaxrl.mesh.pools import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,23 @@ def keep_compiled_programs() -> pathlib.Path | None:
     if _setting("jax_compilation_cache_max_size") == -1:
         jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
     return folder
+
+
+def keep_programs_of(pools: Sequence[Pool]) -> None:
+    """Lets the first process of each pool write what it compiles: JAX writes in process 0 alone."""
+    firsts = {min(device.process_index for device in pool.devices) for pool in pools}
+    state, write, own = distributed.global_state, compiler._cache_write, jax.process_index()
+    if own == 0 or own not in firsts:
+        return
+
+    def write_as_first(*entry: Any) -> None:
+        state.process_id = 0
+        try:
+            write(*entry)
+        finally:
+            state.process_id = own
+
+    compiler._cache_write = write_as_first
 
 
 @contextlib.contextmanager

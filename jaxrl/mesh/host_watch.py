@@ -11,20 +11,18 @@ heartbeats with the others. If one is missed it ends its own process with a line
 its last phase, and what to do.
 
 The store dies with process 0. JAX then prints a hundred lines of stack and aborts the other processes before
-their threads can react. So the handler of the abort's signal writes the line, and ends with the status of a
-lost process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2). A
-process that the kernel kills for want of memory prints nothing itself; the others name it.
+their threads can react. So the handler of the abort's signal (`hosts.start`) writes the line, and ends with
+the status of a lost process. A process that the kernel kills for want of memory prints nothing itself; the
+others name it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -43,16 +41,13 @@ _PREFIX = "jaxrl/signs_of_life/"
 # Heartbeats in the time after which a process counts as lost: single late ones do no harm.
 _HEARTBEATS = 6
 _SLOWEST_HEARTBEAT_S = 5.0
-# Time in which process 0 must accept a connection, or it is gone.
-_KNOCK_S = 5.0
-_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _RUNNING, _LEFT, _FAILED = "running", "left", "failed"
 # Beginnings of errors from devices or from communication between hosts. A failed dispatch is a ValueError
 # with such a text.
 _STATUS = re.compile(
     "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN):"
 )
-_REMEDY = (
+REMEDY = (
     "look at the output and at the host of the lost one, then start all processes again with the same "
     "command: it goes on from what was saved"
 )
@@ -147,7 +142,6 @@ class HostWatch:
         num_processes: int,
         *,
         lost_after_s: float,
-        coordinator: str = "",
         end: Callable[[int], None] = os._exit,
     ):
         """Prepares the watch; entering the context starts it.
@@ -156,7 +150,6 @@ class HostWatch:
           store: key-value store that all processes share, such as JAX's coordination service.
           process, num_processes: number of this process, and number of processes.
           lost_after_s: seconds without a heartbeat after which a process is lost.
-          coordinator: address:port of process 0's service; "" leaves an abort as it is.
           end: function that ends this process at once; replaced in tests.
         """
         self._store = store
@@ -168,9 +161,6 @@ class HostWatch:
         self._lost_after_s = lost_after_s
         self._every_s = min(lost_after_s / _HEARTBEATS, _SLOWEST_HEARTBEAT_S)
         self._end = end
-        self._coordinator = coordinator
-        # Kept here as long as the kernel knows its address.
-        self._handler = _Handler(self._on_abort)
         # All would read the heartbeats of all: their number would grow with the square of the processes.
         self._peers = Peers((0,) if process else range(1, num_processes), time.monotonic())
         # The thread and the main thread both send heartbeats.
@@ -182,9 +172,6 @@ class HostWatch:
 
     def __enter__(self) -> HostWatch:
         self._thread.start()
-        if self._coordinator and self._process:
-            # Python's own handlers run later, in the main thread, which an abort does not wait for.
-            ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
         return self
 
     def __exit__(
@@ -238,12 +225,14 @@ class HostWatch:
     def _leave(self, state: str) -> None:
         """Stops the watch and sends the last heartbeat."""
         self._stop.set()
-        if self._coordinator and self._process:
-            ctypes.CDLL(None).signal(signal.SIGABRT, None)
         # The thread may be waiting for a store that no longer answers.
         self._thread.join(timeout=self._every_s)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(state)
+
+    def names_of_first_and_own(self) -> tuple[str, str]:
+        """Process 0 and this process with their phases, for messages."""
+        return self._peers.name(0), self._name
 
     # The thread
 
@@ -268,26 +257,13 @@ class HostWatch:
         else:
             return
         self._found.set()
-        self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
+        self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(_FAILED, reason)
         if not self._process:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
         self._end(EXIT_TRY_AGAIN)
-
-    def _on_abort(self, number: int) -> None:
-        """Runs where this process is aborted; ends it if process 0 is gone, else lets the abort go on."""
-        del number
-        host, _, port = self._coordinator.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-        except OSError:
-            self._say(
-                f"{self._peers.name(0)} is gone, and the service of all with it; {self._name} ends, with "
-                f"status {EXIT_TRY_AGAIN}: {_REMEDY}"
-            )
-            self._end(EXIT_TRY_AGAIN)
 
     def _send(self, state: str, lost: str = "") -> None:
         with self._lock:

@@ -10,9 +10,14 @@ Functions marked *collective* must be called by every process, in the same order
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import hashlib
 import json
+import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
@@ -23,13 +28,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.checks import NAME, at_least, count, settings
-from jaxrl.errors import UserError
-from jaxrl.mesh.host_watch import HostWatch
+from jaxrl.errors import EXIT_TRY_AGAIN, UserError
+from jaxrl.mesh.host_watch import REMEDY, HostWatch
 
 AUTO = "auto"
 PATHWAYS = "pathways"
 # Timeout of JAX's own heartbeats. It is longer than ours, so that ours, whose message says more, come first.
 _JAX_HEARTBEAT_S = 100
+# Time in which process 0 must accept a connection, or it is gone.
+_KNOCK_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -56,6 +63,13 @@ class HostsConfig:
     """Whether each pool of `placement` has whole processes, the first ones the first pool. Otherwise
     every pool has an equal part of every process.
     """
+
+    fewer: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Settings by the number of hosts with which `jaxrl train --supervise` goes on if others do not
+    come back, such as {"8": "mesh.train=1-8-8 mesh.fsdp=8"}; "" changes none.
+    """
+    fewer_after_s: Annotated[float, at_least(0, at_most=86_400)] = 300.0
+    """Seconds that `fewer` waits for the others."""
 
     def __post_init__(self):
         if not 0 <= self.process_id < self.num_processes:
@@ -107,6 +121,9 @@ def start(config: HostsConfig) -> None:
     patience: Any = {
         "heartbeat_timeout_seconds": max(_JAX_HEARTBEAT_S, round(2 * config.lost_after_s))
     }
+    # Before it connects: process 0 may die at any moment from then on. Python's own handlers run later, in
+    # the main thread, which an abort does not wait for.
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
     try:
         if config.coordinator == AUTO:
             jax.distributed.initialize(**patience)
@@ -127,6 +144,29 @@ def start(config: HostsConfig) -> None:
 _watch: HostWatch | None = None
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(number: int) -> None:
+    """Runs where this process is aborted; ends it if process 0 is gone, else lets the abort go on.
+
+    JAX's own callback for a lost process 0 fails to make a Python object of its status (jaxlib 0.10.2).
+    """
+    address = distributed.global_state.coordinator_address or ""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except OSError:
+        first, own = f"process 0 ({address})", "this process"
+        if _watch is not None:
+            first, own = _watch.names_of_first_and_own()
+        print(
+            f"error: {first} is gone, and the service of all with it; {own} ends, with status "
+            f"{EXIT_TRY_AGAIN}: {REMEDY}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_TRY_AGAIN)
+
+
 @contextlib.contextmanager
 def watched(config: HostsConfig) -> Iterator[None]:
     """Wraps a run: if another process is lost, this process ends with a message that names it.
@@ -144,7 +184,6 @@ def watched(config: HostsConfig) -> Iterator[None]:
             jax.process_index(),
             num_processes(),
             lost_after_s=config.lost_after_s,
-            coordinator=distributed.global_state.coordinator_address or "",
         ) as _watch:
             yield
     finally:

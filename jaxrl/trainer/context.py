@@ -24,6 +24,7 @@ from jaxrl.data.prompt_encoding import (
 from jaxrl.data.stream import GeneratedPrompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.mesh.compilation_cache import keep_programs_of
 from jaxrl.mesh.pools import Placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -110,6 +111,7 @@ def build_context(
     devices = jax.devices() if devices is None else devices
     pools = pools_of(config, algorithm.roles)
     found = find_everything(config, kind, pools, devices)
+    keep_programs_of(found.placement.pools)
     choice = (config.reward.grader, config.reward.grader_options)
     # Read with the problems: a ground truth that no grader can read would stop the run later.
     truths = functools.partial(truth_faults, choice) if kind.grades else None

@@ -46,7 +46,7 @@ def start(config: Config) -> None:
     if simulated != "auto" and simulated:
         simulate(simulated, processes=config.hosts.num_processes)
     keep_compiled_programs()
-    # Last: until `hosts.watched` a loss of process 0 ends this one with a stack of JAX.
+    # Last: from then on the others miss this process if it is lost.
     hosts.start(config.hosts)
 
 

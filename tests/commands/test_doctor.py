@@ -1,6 +1,7 @@
 """Hosts that fit together pass, and the first thing that differs is named on all of them."""
 
 import dataclasses
+import os
 import pathlib
 import re
 import resource
@@ -10,7 +11,7 @@ import pytest
 from processes import free_port, started
 
 from jaxrl.commands import doctor
-from jaxrl.commands.doctor import check_facts
+from jaxrl.commands.doctor import check_facts, in_time
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import fingerprint
@@ -66,18 +67,30 @@ def test_a_disk_that_stores_a_part_is_full(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
         with pytest.raises(UserError, match="could not be written"):
-            doctor._disk(config)
+            doctor._disk(config, 60.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.rglob(".doctor*"))
 
 
-def doctors(folders: list[pathlib.Path], *options: str) -> list[tuple[str, str, int]]:
-    """(stdout, stderr, status) of a process with four devices in each folder."""
+def test_a_file_system_that_does_not_answer_is_named(tmp_path):
+    # Opening it blocks until somebody writes, as on a mount that hangs.
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"the weights did not answer for 0 s on host"):
+        in_time(0.2, "the weights", (tmp_path / "model.safetensors").read_bytes)
+    assert in_time(60.0, "", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        in_time(60.0, "", lambda: 1 // 0)
+
+
+def doctors(
+    folders: list[pathlib.Path], *options: str, devices: int = 8
+) -> list[tuple[str, str, int]]:
+    """(stdout, stderr, status) of a process in each folder."""
     command = [
         *(sys.executable, "-m", "jaxrl", "doctor", f"--config={ROOT}/configs/grpo_tiny.py"),
-        *("--config.mesh.simulated_devices=8", "--config.mesh.train=1-1-8"),
-        *("--config.mesh.generate=1-1-1-8", "--config.weights=model"),
+        *(f"--config.mesh.simulated_devices={devices}", f"--config.mesh.train=1-1-{devices}"),
+        *(f"--config.mesh.generate=1-1-1-{devices}", "--config.weights=model"),
         *(f"--config.hosts.coordinator=localhost:{free_port()}", "--config.hosts.num_processes=2"),
         *options,
     ]
@@ -111,3 +124,13 @@ def test_two_hosts_are_checked(tmp_path, monkeypatch):
         assert status == 2 and re.search(
             r"error: model is \w+ on process 1 .* on process 0", errors
         )
+
+
+@pytest.mark.long
+def test_hosts_of_one_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "model").mkdir()
+    runs = f"--config.run.output={tmp_path / 'runs'}"
+    (out, errors, status), (*_, other) = doctors([tmp_path] * 2, runs, devices=2)
+    assert (status, other) == (0, 0), errors
+    assert re.search(r"hand-over +from 1 devices to 1, 4 MB .* GB/s", out)

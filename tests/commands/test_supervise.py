@@ -13,6 +13,7 @@ from jaxrl import cli
 from jaxrl.commands import supervise
 from jaxrl.commands.supervise import keep_running
 from jaxrl.errors import UserError
+from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.tracking.durable import take_lock
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -44,7 +45,7 @@ def without_pauses(monkeypatch):
 def ended(folder, *ends: str) -> tuple[int, int]:
     """The status of a supervised command with these ends, and how often it was started."""
     command = [sys.executable, "-c", SCRIPT, str(folder), *ends]
-    status = keep_running(command, folder, process="0")
+    status = keep_running(command, folder, hosts=HostsConfig())
     return status, len((folder / "starts").read_text())
 
 
@@ -76,12 +77,14 @@ def test_two_supervisors_of_one_process(tmp_path):
         with pytest.raises(UserError, match=r"is in use by process \d+"):
             ended(tmp_path, "0")
         command = [sys.executable, "-c", "", str(tmp_path)]
-        assert keep_running(command, tmp_path, process="1") == 0
+        assert keep_running(command, tmp_path, hosts=HostsConfig("a:1", 2, 1)) == 0
 
 
 def test_hosts_that_jax_numbers_have_a_supervisor_each(monkeypatch):
     places = []
-    monkeypatch.setattr(supervise, "keep_running", lambda *_, process: places.append(process) or 0)
+    monkeypatch.setattr(
+        supervise, "keep_running", lambda *_, hosts: places.append(hosts.place) or 0
+    )
     for hosts in (["coordinator=auto"], ["coordinator=a:1", "num_processes=3", "process_id=2"]):
         options = [f"--config.hosts.{setting}" for setting in hosts]
         assert cli.main(["jaxrl", "train", "--supervise", "--config=dapo_tiny", *options]) == 0
@@ -106,8 +109,9 @@ def test_a_signal_ends_both(number, status, tmp_path):
     code = f"""
 import pathlib, sys
 from jaxrl.commands.supervise import keep_running
+from jaxrl.mesh.hosts import HostsConfig
 command = [sys.executable, "-c", {child!r}]
-sys.exit(keep_running(command, pathlib.Path({str(tmp_path)!r}), process="0"))
+sys.exit(keep_running(command, pathlib.Path({str(tmp_path)!r}), hosts=HostsConfig()))
 """
     with started([[sys.executable, "-c", code]], env=dict(os.environ)) as (supervisor,):
         assert supervisor.stdout is not None
@@ -116,3 +120,19 @@ sys.exit(keep_running(command, pathlib.Path({str(tmp_path)!r}), process="0"))
         assert supervisor.wait(timeout=60) == status
         # The child has the other end, too.
         assert supervisor.stdout.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("fewer", "message"),
+    [
+        ("mesh.train=1-1-2", ""),
+        ("mesh.trian=1-1-2", 'error: hosts.fewer.1: unknown setting "mesh.trian"'),
+        ("", "error: hosts.fewer.1: its layout has 4 devices, and 1 of 2 hosts have 2 of 4"),
+    ],
+)
+def test_settings_for_fewer_hosts_are_checked_at_the_start(fewer, message, monkeypatch, capsys):
+    monkeypatch.setattr(supervise, "keep_running", lambda *_, **__: 0)
+    settings = ["hosts.coordinator=a:1", "hosts.num_processes=2", "mesh.train=1-1-4"]
+    options = [f"--config.{each}" for each in (*settings, f"hosts.fewer.1={fewer}")]
+    status = cli.main(["jaxrl", "train", "--supervise", "--config=dapo_tiny", *options])
+    assert status == (2 if message else 0) and message in capsys.readouterr().err

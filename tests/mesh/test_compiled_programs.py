@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 from meshes import mesh_of
-from processes import started
+from processes import free_port, started
 
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.models.model_config import ModelConfig
@@ -164,3 +164,36 @@ print(0 < before == during < kept(3))
         check=False,
     )
     assert done.stdout.strip() == "True", done.stderr
+
+
+# Two processes of one device each, a pool each.
+POOLS_PROGRAM = """
+import dataclasses, sys
+import jax, jax.numpy as jnp
+from jaxrl.mesh import compilation_cache, hosts
+from jaxrl.mesh.devices import simulate
+from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.mesh.pools import Pool, take_devices
+
+address, me = sys.argv[1], int(sys.argv[2])
+simulate(2, processes=2)
+hosts.start(hosts.HostsConfig(coordinator=address, num_processes=2, process_id=me))
+pools = [Pool(name, (name,), LayoutConfig(), whole_hosts=True) for name in "ab"]
+with hosts.watched(hosts.HostsConfig()):
+    compilation_cache.keep_programs_of(take_devices(pools, jax.devices()).pools)
+    jax.jit(lambda x: (jnp.sin(x) * (7 + me)).sum())(jnp.zeros(5)).block_until_ready()
+    hosts.gather(lambda: None)
+"""
+
+
+@pytest.mark.long
+def test_each_pool_keeps_its_programs(tmp_path):
+    keeps = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    keeps |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    keeps |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    address = f"localhost:{free_port()}"
+    commands = [[sys.executable, "-c", POOLS_PROGRAM, address, str(i)] for i in range(2)]
+    with started(commands, env=environment(tmp_path, **keeps)) as processes:
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    # That of each pool has a constant of its own.
+    assert len(list((tmp_path / "cache").glob("jit__lambda*-cache"))) == 2, errors

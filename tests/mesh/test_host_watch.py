@@ -225,6 +225,17 @@ def test_an_abort_of_its_own_is_no_loss_of_process_0():
     assert "is gone" not in errors[1]
 
 
+@pytest.mark.long
+def test_process_0_that_dies_when_all_have_just_met_is_named():
+    """Before the others have asked for a device, or watch it."""
+    dies = "if sys.argv[2] == '0': os.kill(os.getpid(), 9)\nwith hosts.watched"
+    program = f"import os\n{PROGRAM}".replace("with hosts.watched", dies)
+    with started(commands_of(program), cwd=ROOT) as processes:
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, EXIT_TRY_AGAIN]
+    assert "error: process 0 (localhost:" in errors[1].splitlines()[-1]
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_process_is_named(victim):
     commands = commands_of(PROGRAM)
