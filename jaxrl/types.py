@@ -440,9 +440,8 @@ class TrainBatch(PackedBatch):
         """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1."""
         shape = packed.tokens.shape
         others: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in _PER_TOKEN}
-        others["weight"] = np.zeros(shape, np.float32)
-        # Not in microbatches that no minibatch uses: zeros take memory only once something is written.
-        others["weight"][:, : np.max(packed.num_micro_U)] = 1
+        if "weight" not in fields:
+            others["weight"] = np.ones(shape, np.float32)
         return TrainBatch(**packed.packing(), **(others | fields))
 
 

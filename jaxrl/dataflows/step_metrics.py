@@ -6,6 +6,7 @@ so it does not depend on microbatches. `actor/lr` is the rate that the step was 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ from jaxrl.mesh.hosts import fetch
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.types import AgentRows, PackedBatch, Scored, TrainBatch, ValueBatch
+from jaxrl.roles.packing import Packing
+from jaxrl.types import AgentRows, Scored, TrainBatch, ValueBatch
 
 _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -137,8 +139,8 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 _UPDATES = ("timing_s/update_actor", "timing_s/update")
 
 
-def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> dict[str, float]:
-    """Work metrics of a batch on the host that `model` learns from, `epochs` times.
+def work_metrics(model: PackedModel, packing: Packing, *, epochs: int = 1) -> dict[str, float]:
+    """Work metrics of packed sequences that `model` learns from, `epochs` times.
 
     Returns:
       perf/padding: share of padding in the microbatches that run.
@@ -148,26 +150,20 @@ def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> 
       perf/update_tflop: operations of the update on one device, in 10^12 (`roles.flops`).
       perf/roof_tflops: peak rate of a device in 10^12 per second; absent if unknown.
     """
+    U, M, R, T = dataclasses.astuple(packing.shape)
+    starts, first, stop = (getattr(packing.segments, x) for x in ("starts", "first", "stop"))
+    attention = attention_flops(model.model, stop) - attention_flops(model.model, first)
+    # The backward pass takes twice the operations of the forward pass.
+    work = np.bincount(starts // T, 3 * attention, minlength=U * M * R)
+    work += T * token_flops(model.model).training
     row_shards = shards_of("batch", TRAIN_RULES, model.mesh)
-    segments = [_segments(batch, u) for u in range(batch.tokens.shape[0])]
-    first, stop = (np.concatenate(part) for part in list(zip(*segments, strict=True))[:2])
-    num_micro_U = np.asarray(batch.num_micro_U)
-    _, _, R, T = batch.tokens.shape
-    most = mean = 0.0
-    for (from_position, to_position, rows), num_micro in zip(segments, num_micro_U, strict=True):
-        attention = attention_flops(model.model, to_position)
-        # The backward pass takes twice the operations of the forward pass.
-        attention = 3 * (attention - attention_flops(model.model, from_position))
-        per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
-        work = per_row + T * token_flops(model.model).training
-        work_MS = work.reshape(int(num_micro), row_shards, -1).sum(-1)
-        most += work_MS.max(-1).sum()
-        mean += work_MS.mean(-1).sum()
+    used_UM = np.arange(M) < packing.num_micro_U[:, None]
+    work_S = work.reshape(U, M, row_shards, -1).sum(-1)[used_UM]
     # A branch costs as much as its whole sequence minus the shared prefix.
     operations = training_flops(model.model, stop).sum() - training_flops(model.model, first).sum()
     metrics = {
-        "perf/padding": 1 - float((stop - first).sum()) / max(1, int(num_micro_U.sum()) * R * T),
-        "perf/imbalance": most / mean if mean else 1.0,
+        "perf/padding": 1 - float((stop - first).sum()) / max(1, int(used_UM.sum()) * R * T),
+        "perf/imbalance": work_S.max(-1).sum() / work_S.mean(-1).sum() if len(work_S) else 1.0,
         "perf/update_tflop": epochs * float(operations) / 1e12 / model.mesh.size,
     }
     roof = roof_of(model.mesh.devices.flat[0].device_kind)
@@ -191,16 +187,3 @@ def work_rates(metrics: Mapping[str, float]) -> dict[str, float]:
     if "perf/roof_tflops" in metrics:
         rates["perf/mfu"] = rate / metrics["perf/roof_tflops"]
     return rates
-
-
-def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each segment of a minibatch: (first position, position after the last, row in [M * R])."""
-    used = int(np.asarray(batch.num_micro_U)[u])
-    T = batch.tokens.shape[-1]
-    ids, positions = (
-        np.asarray(x)[u, :used].reshape(-1, T) for x in (batch.segment_ids, batch.positions)
-    )
-    # A segment ends where the next token has another id, and starts where the one before has.
-    rows, ends = np.nonzero((ids > 0) & (ids != np.pad(ids[:, 1:], ((0, 0), (0, 1)))))
-    starts = np.nonzero((ids > 0) & (ids != np.pad(ids[:, :-1], ((0, 0), (1, 0)))))
-    return positions[starts], positions[rows, ends] + 1, rows

@@ -58,7 +58,7 @@ def sampled(actor: Actor, shape=ONE_EACH, **options):
         truncation=truncation_of(**LIMITS, renormalized=True),
     )
     completions = actor.generate(PROMPTS, sampling)
-    batch = pack_completions(completions, shape, **options)
+    batch, _ = pack_completions(completions, shape, **options)
     rng = np.random.default_rng(0)
     advantage = rng.normal(size=batch.tokens.shape).astype(np.float32) * batch.loss_mask
     return actor.place(batch.replace(advantage=advantage))
@@ -235,7 +235,7 @@ def test_in_bfloat16_at_a_width_of_256():
     )
     completions = actor.generate(PROMPTS, options)
     shape = PackedShape(minibatches=1, microbatches=2, rows=8, tokens=48)
-    batch = pack_completions(completions, shape)
+    batch, _ = pack_completions(completions, shape)
     batch = actor.place(batch.replace(advantage=batch.loss_mask.copy()))
     whole = np.concatenate(completions.rollout_logprob)
     assert len(whole) > 200 and whole.std() > 0.3
