@@ -67,7 +67,7 @@ class Packer:
         metrics = batch_metrics(sampled.scored, max_prompt_tokens=self.max_prompt_tokens)
         metrics = {**metrics, **work_metrics(self.actor, packing, epochs=self.epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
-        return Experience(sampled.scored, self.actor.place(batch), metrics)
+        return Experience(sampled.scored, self.actor.place(batch), metrics, packing)
 
 
 @dataclasses.dataclass(eq=False)

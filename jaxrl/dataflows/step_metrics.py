@@ -16,7 +16,6 @@ import numpy as np
 from jaxrl.algos.moments import Moments
 from jaxrl.algos.value_loss import explained_variance
 from jaxrl.mesh.hardware import roof_of
-from jaxrl.mesh.hosts import fetch
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
@@ -82,14 +81,16 @@ def timing_per_token(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def advantage_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Metrics of the advantages of trained tokens (0 if all are rejected), and the number of these tokens."""
-    mask, advantage = fetch((batch.loss_mask, batch.advantage))
-    trained = advantage[mask > 0]
-    return {
-        **_spread("critic/advantages", trained if trained.size else np.zeros(1)),
-        "train/num_trained_tokens": float(trained.size),
-    }
+def advantage_metrics(batch: TrainBatch) -> dict[str, jax.Array]:
+    """Metrics of advantages of trained tokens (0 if all are rejected), and their number; on the device."""
+    return _advantage_numbers(batch.advantage, batch.loss_mask)
+
+
+@jax.jit
+def _advantage_numbers(advantage: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    # An integer: float32 does not count beyond 16.7 million.
+    number = (mask > 0).sum()
+    return {**_moments("critic/advantages", advantage, mask), "train/num_trained_tokens": number}
 
 
 def value_metrics(critic: str, targets: ValueBatch) -> dict[str, jax.Array]:
@@ -103,15 +104,16 @@ def value_metrics(critic: str, targets: ValueBatch) -> dict[str, jax.Array]:
 
 @jax.jit
 def _value_numbers(value: jax.Array, target: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    numbers = {"vf_explained_var": explained_variance(value, target, mask)}
-    for name, x in (("values", value), ("returns", target)):
-        moments = Moments.of(x, mask)
-        numbers |= {
-            f"{name}/mean": moments.mean,
-            f"{name}/max": moments.max,
-            f"{name}/min": moments.min,
-        }
-    return numbers
+    return {
+        "vf_explained_var": explained_variance(value, target, mask),
+        **_moments("values", value, mask),
+        **_moments("returns", target, mask),
+    }
+
+
+def _moments(name: str, x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    moments = Moments.of(x, mask)
+    return {f"{name}/{kind}": getattr(moments, kind) for kind in ("mean", "max", "min")}
 
 
 def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:

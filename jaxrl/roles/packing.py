@@ -204,14 +204,16 @@ class Packing:
             for length, start, shared, shared_start in places
         ]
 
+    def rows(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Indices u, m and r of the row of each of some starts."""
+        return np.unravel_index(starts // self.shape.tokens, dataclasses.astuple(self.shape)[:3])
+
     def _own(self, starts: np.ndarray) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Index, place (u, m, r) of the row, and offset in it, of each of some starts in an own row."""
-        U, M, R, T = dataclasses.astuple(self.shape)
-        row, offset = np.divmod(starts, T)
-        places = np.stack(np.unravel_index(row, (U, M, R)), axis=1)
-        own = np.flatnonzero(self.own_R[places[:, 2]])
+        """Index, row (u, m, r), and offset in the row, of each of some starts in an own row."""
+        rows, offset = np.stack(self.rows(starts), axis=1), starts % self.shape.tokens
+        own = np.flatnonzero(self.own_R[rows[:, 2]])
         yield from zip(
-            own.tolist(), map(tuple, places[own].tolist()), offset[own].tolist(), strict=True
+            own.tolist(), map(tuple, rows[own].tolist()), offset[own].tolist(), strict=True
         )
 
 

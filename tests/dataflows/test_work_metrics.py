@@ -82,7 +82,7 @@ def test_a_step_without_a_signal_computes_nothing():
         batch, packing = packed([8, 5], PackedShape(1, 1, 2, 8))
         batch = batch.replace(advantage=np.full_like(batch.advantage, advantage))
         metrics = work_metrics(actor, packing)
-        metrics |= phase.update(Experience(None, actor.place(batch), {}))
+        metrics |= phase.update(Experience(None, actor.place(batch), {}, None))
         changed = jax.tree.map(lambda a, b: (a != b).any(), actor.state.params, before)
         assert any(jax.tree.leaves(changed)) == has_signal
         rates = work_rates(metrics | {"timing_s/update_actor": 1e-3})

@@ -96,11 +96,17 @@ def test_every_token_is_where_its_sequence_and_position_say(batch):
     assert (np.asarray(packed.weight)[used] == 1).all()
 
 
+def of_responses(completions: Completions, packing, packed: np.ndarray) -> dict[int, np.ndarray]:
+    """What an array has for the tokens of each response."""
+    rows = packed[packing.rows(packing.starts)]
+    return logprobs_by_response(packing, rows, completions.lengths_B.tolist())
+
+
 @given(batches())
 def test_logprobs_of_responses_are_found_in_packed_rows(batch):
     completions, shape, share_prompts, _ = batch
-    packed, _ = pack_completions(completions, shape, share_prompts=share_prompts)
-    found = logprobs_by_response(packed, packed.rollout_logprob, completions.lengths_B.tolist())
+    packed, packing = pack_completions(completions, shape, share_prompts=share_prompts)
+    found = of_responses(completions, packing, packed.rollout_logprob)
     for b, logprob in enumerate(completions.rollout_logprob):
         np.testing.assert_array_equal(found[b], logprob)
 
@@ -127,15 +133,14 @@ def test_the_share_of_tokens_with_the_highest_entropy(share, expected, share_pro
         mask=tuple(np.float32(x) for x in ((1, 1, 1, 1), (1, 0, 1), (1, 1), (1, 1, 1))),
     )
     shape = RowLimits(1, 24, 12).shape(4, minibatches=2)
-    packed, _ = pack_completions(
+    packed, packing = pack_completions(
         completions,
         shape,
         share_prompts=share_prompts,
         trained_B=np.array([True, True, True, False]),
         top_entropy=share,
     )
-    weight = packed.weight * packed.loss_mask
-    found = logprobs_by_response(packed, weight, completions.lengths_B.tolist())
+    found = of_responses(completions, packing, packed.weight * packed.loss_mask)
     assert [found[b].tolist() for b in range(4)] == [list(x) for x in expected]
     assert packed.loss_mask.sum() == 8, "the others stay in the divisor"
 
