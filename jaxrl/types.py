@@ -193,12 +193,13 @@ class Completions:
 
     def __post_init__(self):
         if not self.version:
-            zeros = tuple(np.zeros(len(tokens), np.int32) for tokens in self.tokens)
+            zeros = tuple(np.broadcast_to(np.int32(0), len(tokens)) for tokens in self.tokens)
             object.__setattr__(self, "version", zeros)
         if not len(self.started_B):
             object.__setattr__(self, "started_B", np.zeros(len(self.tokens), np.int32))
         if not self.mask:
-            ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
+            # Each a single number in memory.
+            ones = tuple(np.broadcast_to(np.float32(1), len(tokens)) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
         if not self.turns:
             # Without turns, graders would treat the environment's text as the policy's.

@@ -30,9 +30,7 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
     completions = groups.completions
     prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
     response_lengths = completions.lengths_B
-    # The mask falls where a turn of the model ends, and rises where it goes on after its environment's.
-    answered = [int((np.diff(mask, prepend=1.0) < 0).sum()) for mask in completions.mask]
-    resumed = [int((np.diff(mask, prepend=1.0) > 0).sum()) for mask in completions.mask]
+    answered, resumed = np.array([_changes(mask) for mask in completions.mask]).T
     return {
         **_spread("critic/score", groups.score_B),
         **_spread("critic/rewards", groups.reward_B),
@@ -46,11 +44,19 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         ),
         "perf/response_num_tokens": float(response_lengths.sum()),
         # The prompt and the first answer are turns too.
-        **_spread("num_turns", 2 + np.array(answered) + np.array(resumed)),
-        **_spread("tool_call_counts", np.array(answered)),
+        **_spread("num_turns", 2 + answered + resumed),
+        **_spread("tool_call_counts", answered),
         "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
         **_agent_metrics(completions.of_agents),
     }
+
+
+def _changes(mask: np.ndarray) -> tuple[int, int]:
+    """How often a mask falls, where an environment begins to speak, and rises, where the policy goes on."""
+    if mask.all():
+        return 0, 0
+    change = np.diff(mask, prepend=1.0)
+    return int((change < 0).sum()), int((change > 0).sum())
 
 
 def _agent_metrics(agents: AgentRows | None) -> dict[str, float]:

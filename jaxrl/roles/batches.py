@@ -126,7 +126,13 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
     sample = np.array([*range(B), *(b for b, _, _ in further)])
     mask = [*completions.mask, *(branch.mask for _, _, branch in further)]
     if trained_B is not None:
-        mask = [of_one * trained_B[b] for of_one, b in zip(mask, sample, strict=True)]
+        trained = trained_B.astype(np.float32)
+        mask = LazyRows(
+            [
+                functools.partial(np.multiply, of_one, trained[b])
+                for of_one, b in zip(mask, sample, strict=True)
+            ]
+        )
     whole = [*zip(prompts, completions.tokens, strict=True), *((x.tokens,) for _, _, x in further)]
     return _Rows(
         sample=sample,
@@ -137,7 +143,7 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
         # Each answer keeps a last token of the prompt: its hidden state predicts the answer's first token.
         shared=np.array([len(prompt) - 1 for prompt in prompts] + [0] * len(further)),
         lengths=[sum(map(len, parts)) for parts in whole],
-        # Joined as they are read: a process reads those of its own rows.
+        # Like `mask` made as they are read: a process reads those of its own rows.
         tokens=LazyRows([functools.partial(np.concatenate, parts) for parts in whole]),
         logprob=[*completions.rollout_logprob, *(x.rollout_logprob for _, _, x in further)],
         entropy=[*completions.entropy, *(branch.entropy for _, _, branch in further)],
