@@ -341,7 +341,7 @@ def precision(console):
         actor.init()
         options = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
         completions = actor.generate(prompts, options)
-        batch = pack_completions(completions, packed)
+        batch, _ = pack_completions(completions, packed)
         logprob = np.asarray(actor.logprobs(actor.place(batch)))
         gap = (np.asarray(batch.rollout_logprob) - logprob)[np.asarray(batch.loss_mask) > 0]
         table.add_row(

@@ -5,7 +5,7 @@
 dispatch     seconds of the host for each dispatch, around an engine that returns its arrays at once
 stops        the same with a stop string, which is looked for in the text of every slot
 texts        turning 2 million tokens into text, one response at a time and in batches
-packing      packing 8,192 long responses into rows, as in the first step and as in later ones
+packing      packing long responses into rows on one of some hosts, as in the first step and as in later ones
 pages        the pages of 4,096 slots: a dispatch, and samples that start
 unfinished   saving 1,000 unfinished groups, and reading them back
 
@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from fake_engine import FakeEngine, lognormal_lengths
 
@@ -205,21 +204,25 @@ def report_texts() -> Iterator[str]:
 
 
 def report_packing() -> Iterator[str]:
-    """Seconds and memory of packing."""
-    completions = completions_of(8192, 4000, 20_000)
-    tokens = int(completions.lengths_B.sum())
-    shape = RowLimits(16, 22_528, 20_016 + 1).shape(8192, minibatches=16)
-    before, batch, seconds = peak_gb(), None, []
-    for _ in range(3):
-        del batch  # its memory is used again
-        start = time.thread_time()
-        batch = pack_completions(completions, shape)
-        seconds.append(time.thread_time() - start)
-    size = sum(x.nbytes for x in jax.tree.leaves(batch)) / 1e9
-    yield (
-        f"{tokens:,} tokens in 8,192 responses: {seconds[0]:.1f} s, later {min(seconds):.1f} s, arrays of "
-        f"{size:.2f} GB, peak memory {before:.2f} -> {peak_gb():.2f} GB"
-    )
+    """Seconds and memory of packing 512 responses for each of some hosts, on one of them."""
+    for hosts in (1, 4, 16):
+        completions = completions_of(512 * hosts, 4000, 20_000)
+        shape = RowLimits(hosts, 22_528, 20_016 + 1).shape(512 * hosts, minibatches=16)
+        for name, own_R in (
+            ("own rows", np.arange(hosts) == 0),
+            ("all rows", np.ones(hosts, bool)),
+        ):
+            seconds, gb = [], 0.0
+            for _ in range(3):
+                before, start = resident_gb(), time.thread_time()
+                packed = pack_completions(completions, shape, own_R=own_R, shards=hosts)
+                seconds.append(time.thread_time() - start)
+                gb = resident_gb() - before
+                del packed
+            yield (
+                f"{hosts} hosts, {completions.lengths_B.sum():,} tokens, {name}: {seconds[0]:.2f} s, later "
+                f"{min(seconds):.2f} s, {gb:.2f} GB"
+            )
 
 
 def report_pages() -> Iterator[str]:
@@ -291,9 +294,9 @@ def save_and_read(groups: UnfinishedGroups, folder: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def peak_gb() -> float:
-    """Largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+def resident_gb() -> float:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
 
 
 def main() -> None:

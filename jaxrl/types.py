@@ -193,12 +193,13 @@ class Completions:
 
     def __post_init__(self):
         if not self.version:
-            zeros = tuple(np.zeros(len(tokens), np.int32) for tokens in self.tokens)
+            zeros = tuple(np.broadcast_to(np.int32(0), len(tokens)) for tokens in self.tokens)
             object.__setattr__(self, "version", zeros)
         if not len(self.started_B):
             object.__setattr__(self, "started_B", np.zeros(len(self.tokens), np.int32))
         if not self.mask:
-            ones = tuple(np.ones(len(tokens), np.float32) for tokens in self.tokens)
+            # Each a single number in memory.
+            ones = tuple(np.broadcast_to(np.float32(1), len(tokens)) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
         if not self.turns:
             # Without turns, graders would treat the environment's text as the policy's.
@@ -440,9 +441,8 @@ class TrainBatch(PackedBatch):
         """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1."""
         shape = packed.tokens.shape
         others: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in _PER_TOKEN}
-        others["weight"] = np.zeros(shape, np.float32)
-        # Not in microbatches that no minibatch uses: zeros take memory only once something is written.
-        others["weight"][:, : np.max(packed.num_micro_U)] = 1
+        if "weight" not in fields:
+            others["weight"] = np.ones(shape, np.float32)
         return TrainBatch(**packed.packing(), **(others | fields))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.roles.packing import Packing
 from jaxrl.types import Completions, Scored, TrainBatch
 
 # Metrics by name, with verl's names. A value may still be on the devices.
@@ -39,11 +40,13 @@ class Experience:
       scored: groups with rewards, on the host.
       batch: packed sequences on the devices; entry t of a field is about token t.
       metrics: all metrics of the step so far.
+      packing: where the sequences are in the batch.
     """
 
     scored: Scored
     batch: TrainBatch
     metrics: Metrics
+    packing: Packing
 
     @property
     def completions(self) -> Completions:
@@ -51,4 +54,4 @@ class Experience:
 
     def extended(self, batch: TrainBatch, metrics: Mapping[str, Any] | None = None) -> Experience:
         """A copy with another batch and additional metrics."""
-        return Experience(self.scored, batch, {**self.metrics, **(metrics or {})})
+        return dataclasses.replace(self, batch=batch, metrics={**self.metrics, **(metrics or {})})

@@ -42,7 +42,9 @@ class Pretraining:
         """The next batch on the actor's devices, and its loss."""
         if self._batches is None:
             self._batches = iter(self.stream)
-        return actor.place(pack_examples(next(self._batches), self.shape)), self.objective
+        rows = actor.rows_of(self.shape)
+        batch, _ = pack_examples(next(self._batches), self.shape, **rows)
+        return actor.place(batch), self.objective
 
 
 @dataclasses.dataclass(eq=False)

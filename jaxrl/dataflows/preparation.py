@@ -15,7 +15,6 @@ from jaxrl.dataflows.rewarding import Costs, Multiplier
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics, work_metrics
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
-from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import ShareOption, pack_completions
 from jaxrl.roles.packing import PackedShape
@@ -54,10 +53,10 @@ class Packer:
             # Groups of equal rewards have no advantages: last, so that whole microbatches can be left out.
             reward_NG = sampled.scored.reward_B.reshape(-1, completions.num_samples)
             last_B = np.repeat(np.ptp(reward_NG, axis=1) == 0, reward_NG.shape[1])
-        batch = pack_completions(
+        batch, packing = pack_completions(
             completions,
             self.shape,
-            shards=shards_of("batch", TRAIN_RULES, self.actor.mesh),
+            **self.actor.rows_of(self.shape),
             fill_minibatches=self.fill_minibatches,
             share_prompts=self.share_prompts,
             last_B=last_B,
@@ -66,9 +65,9 @@ class Packer:
             top_entropy=self.top_entropy,
         )
         metrics = batch_metrics(sampled.scored, max_prompt_tokens=self.max_prompt_tokens)
-        metrics = {**metrics, **work_metrics(self.actor, batch, epochs=self.epochs)}
+        metrics = {**metrics, **work_metrics(self.actor, packing, epochs=self.epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
-        return Experience(sampled.scored, self.actor.place(batch), metrics)
+        return Experience(sampled.scored, self.actor.place(batch), metrics, packing)
 
 
 @dataclasses.dataclass(eq=False)

@@ -101,8 +101,9 @@ class SequenceScores:
         for some in (alone.take(part) for part in parts):
             # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
             sequences = max(self.most_sequences, len(some))
-            packed = pack_completions(some, self.rows.shape(sequences, minibatches=1))
-            batch = self.model.place(packed)
+            shape = self.rows.shape(sequences, minibatches=1)
+            batch, _ = pack_completions(some, shape, **self.model.rows_of(shape))
+            batch = self.model.place(batch)
             score_B = hosts.fetch(_by_sequence(self.model.scores_of(batch), batch, sequences))
             # The others are places of the shape without a sequence.
             scores.append(score_B[: len(some)])
@@ -322,7 +323,7 @@ class Rewards:
             # Other rewards on one host would make other weights there.
             hosts.check_same(
                 f"the rewards of step {self._timer.step + 1}",
-                [scored.correct_B, scored.reward_B, *completions.tokens],
+                [scored.correct_B, scored.reward_B, completions.lengths_B],
             )
             return Sampled(scored, metrics | of_terms)
 

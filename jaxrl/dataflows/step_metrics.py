@@ -6,6 +6,7 @@ so it does not depend on microbatches. `actor/lr` is the rate that the step was 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 from jaxrl.algos.moments import Moments
 from jaxrl.algos.value_loss import explained_variance
 from jaxrl.mesh.hardware import roof_of
-from jaxrl.mesh.hosts import fetch
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.types import AgentRows, PackedBatch, Scored, TrainBatch, ValueBatch
+from jaxrl.roles.packing import Packing
+from jaxrl.types import AgentRows, Scored, TrainBatch, ValueBatch
 
 _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -29,9 +30,7 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
     completions = groups.completions
     prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
     response_lengths = completions.lengths_B
-    # The mask falls where a turn of the model ends, and rises where it goes on after its environment's.
-    answered = [int((np.diff(mask, prepend=1.0) < 0).sum()) for mask in completions.mask]
-    resumed = [int((np.diff(mask, prepend=1.0) > 0).sum()) for mask in completions.mask]
+    answered, resumed = np.array([_changes(mask) for mask in completions.mask]).T
     return {
         **_spread("critic/score", groups.score_B),
         **_spread("critic/rewards", groups.reward_B),
@@ -45,11 +44,19 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         ),
         "perf/response_num_tokens": float(response_lengths.sum()),
         # The prompt and the first answer are turns too.
-        **_spread("num_turns", 2 + np.array(answered) + np.array(resumed)),
-        **_spread("tool_call_counts", np.array(answered)),
+        **_spread("num_turns", 2 + answered + resumed),
+        **_spread("tool_call_counts", answered),
         "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
         **_agent_metrics(completions.of_agents),
     }
+
+
+def _changes(mask: np.ndarray) -> tuple[int, int]:
+    """How often a mask falls, where an environment begins to speak, and rises, where the policy goes on."""
+    if mask.all():
+        return 0, 0
+    change = np.diff(mask, prepend=1.0)
+    return int((change < 0).sum()), int((change > 0).sum())
 
 
 def _agent_metrics(agents: AgentRows | None) -> dict[str, float]:
@@ -80,14 +87,16 @@ def timing_per_token(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def advantage_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Metrics of the advantages of trained tokens (0 if all are rejected), and the number of these tokens."""
-    mask, advantage = fetch((batch.loss_mask, batch.advantage))
-    trained = advantage[mask > 0]
-    return {
-        **_spread("critic/advantages", trained if trained.size else np.zeros(1)),
-        "train/num_trained_tokens": float(trained.size),
-    }
+def advantage_metrics(batch: TrainBatch) -> dict[str, jax.Array]:
+    """Metrics of advantages of trained tokens (0 if all are rejected), and their number; on the device."""
+    return _advantage_numbers(batch.advantage, batch.loss_mask)
+
+
+@jax.jit
+def _advantage_numbers(advantage: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    # An integer: float32 does not count beyond 16.7 million.
+    number = (mask > 0).sum()
+    return {**_moments("critic/advantages", advantage, mask), "train/num_trained_tokens": number}
 
 
 def value_metrics(critic: str, targets: ValueBatch) -> dict[str, jax.Array]:
@@ -101,15 +110,16 @@ def value_metrics(critic: str, targets: ValueBatch) -> dict[str, jax.Array]:
 
 @jax.jit
 def _value_numbers(value: jax.Array, target: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    numbers = {"vf_explained_var": explained_variance(value, target, mask)}
-    for name, x in (("values", value), ("returns", target)):
-        moments = Moments.of(x, mask)
-        numbers |= {
-            f"{name}/mean": moments.mean,
-            f"{name}/max": moments.max,
-            f"{name}/min": moments.min,
-        }
-    return numbers
+    return {
+        "vf_explained_var": explained_variance(value, target, mask),
+        **_moments("values", value, mask),
+        **_moments("returns", target, mask),
+    }
+
+
+def _moments(name: str, x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    moments = Moments.of(x, mask)
+    return {f"{name}/{kind}": getattr(moments, kind) for kind in ("mean", "max", "min")}
 
 
 def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +147,8 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 _UPDATES = ("timing_s/update_actor", "timing_s/update")
 
 
-def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> dict[str, float]:
-    """Work metrics of a batch on the host that `model` learns from, `epochs` times.
+def work_metrics(model: PackedModel, packing: Packing, *, epochs: int = 1) -> dict[str, float]:
+    """Work metrics of packed sequences that `model` learns from, `epochs` times.
 
     Returns:
       perf/padding: share of padding in the microbatches that run.
@@ -148,26 +158,20 @@ def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> 
       perf/update_tflop: operations of the update on one device, in 10^12 (`roles.flops`).
       perf/roof_tflops: peak rate of a device in 10^12 per second; absent if unknown.
     """
+    U, M, R, T = dataclasses.astuple(packing.shape)
+    starts, first, stop = (getattr(packing.segments, x) for x in ("starts", "first", "stop"))
+    attention = attention_flops(model.model, stop) - attention_flops(model.model, first)
+    # The backward pass takes twice the operations of the forward pass.
+    work = np.bincount(starts // T, 3 * attention, minlength=U * M * R)
+    work += T * token_flops(model.model).training
     row_shards = shards_of("batch", TRAIN_RULES, model.mesh)
-    segments = [_segments(batch, u) for u in range(batch.tokens.shape[0])]
-    first, stop = (np.concatenate(part) for part in list(zip(*segments, strict=True))[:2])
-    num_micro_U = np.asarray(batch.num_micro_U)
-    _, _, R, T = batch.tokens.shape
-    most = mean = 0.0
-    for (from_position, to_position, rows), num_micro in zip(segments, num_micro_U, strict=True):
-        attention = attention_flops(model.model, to_position)
-        # The backward pass takes twice the operations of the forward pass.
-        attention = 3 * (attention - attention_flops(model.model, from_position))
-        per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
-        work = per_row + T * token_flops(model.model).training
-        work_MS = work.reshape(int(num_micro), row_shards, -1).sum(-1)
-        most += work_MS.max(-1).sum()
-        mean += work_MS.mean(-1).sum()
+    used_UM = np.arange(M) < packing.num_micro_U[:, None]
+    work_S = work.reshape(U, M, row_shards, -1).sum(-1)[used_UM]
     # A branch costs as much as its whole sequence minus the shared prefix.
     operations = training_flops(model.model, stop).sum() - training_flops(model.model, first).sum()
     metrics = {
-        "perf/padding": 1 - float((stop - first).sum()) / max(1, int(num_micro_U.sum()) * R * T),
-        "perf/imbalance": most / mean if mean else 1.0,
+        "perf/padding": 1 - float((stop - first).sum()) / max(1, int(used_UM.sum()) * R * T),
+        "perf/imbalance": work_S.max(-1).sum() / work_S.mean(-1).sum() if len(work_S) else 1.0,
         "perf/update_tflop": epochs * float(operations) / 1e12 / model.mesh.size,
     }
     roof = roof_of(model.mesh.devices.flat[0].device_kind)
@@ -191,16 +195,3 @@ def work_rates(metrics: Mapping[str, float]) -> dict[str, float]:
     if "perf/roof_tflops" in metrics:
         rates["perf/mfu"] = rate / metrics["perf/roof_tflops"]
     return rates
-
-
-def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each segment of a minibatch: (first position, position after the last, row in [M * R])."""
-    used = int(np.asarray(batch.num_micro_U)[u])
-    T = batch.tokens.shape[-1]
-    ids, positions = (
-        np.asarray(x)[u, :used].reshape(-1, T) for x in (batch.segment_ids, batch.positions)
-    )
-    # A segment ends where the next token has another id, and starts where the one before has.
-    rows, ends = np.nonzero((ids > 0) & (ids != np.pad(ids[:, 1:], ((0, 0), (0, 1)))))
-    starts = np.nonzero((ids > 0) & (ids != np.pad(ids[:, :-1], ((0, 0), (1, 0)))))
-    return positions[starts], positions[rows, ends] + 1, rows

@@ -209,10 +209,10 @@ class JetStreamBackend(EngineBackend):
         with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
             for n, columns in sampled:
                 for sample, columns_RC in zip(groups.samples[n], columns, strict=True):
-                    tokens_R = columns_RC[:, 0]
                     # `FIELDS`, whose bits came as integers. A column is not contiguous, and `view` needs
                     # that.
-                    floats = (np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T)
+                    tokens_R, *bits = map(np.ascontiguousarray, columns_RC.T)
+                    floats = (of_field.view(np.float32) for of_field in bits)
                     sample.add_decoded(tokens_R, *floats, version=options.step)
                     stops = options.stop_strings
                     end = end_of_stop(tokens_R, len(tokens_R), stops, self._decode_text)

@@ -297,12 +297,12 @@ def _of_parts(shape: Any, sharding: NamedSharding, parts: list[jax.Array], dtype
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
     """Moves an array to a sharding, on this mesh or another one.
 
-    A host array goes to the devices of this process without communication, because every process holds the
-    same one. A device array is sent directly, without waiting. If several processes move an array between two
-    meshes of different devices, it moves by `move_arrays`; then it is collective.
+    A host array goes to the devices of this process without communication, because every process holds what
+    goes to its own devices. A device array is sent directly, without waiting. If several processes move an
+    array between two meshes of different devices, it moves by `move_arrays`; then it is collective.
 
     Args:
-      value: a host array, the same on every process, or a jax.Array.
+      value: a host array, of which each process needs only the part of its devices, or a jax.Array.
       sharding: the new sharding.
     """
     if isinstance(value, jax.Array):

@@ -446,15 +446,16 @@ def pack_targets(
             ]
             return np.stack(of_k, axis=2)
 
+        places = packing.fields()
         batch = TargetBatch(
             tokens=packing.pack([x.tokens for x in chosen], np.int32),  # pyright: ignore
             # Every token has log-probabilities to return; weights and advantages say which ones count.
-            loss_mask=(packing.segment_ids > 0).astype(np.float32),  # pyright: ignore
+            loss_mask=(places["segment_ids"] > 0).astype(np.float32),  # pyright: ignore
             targets=pack([x.targets for x in chosen], np.int32),
             inputs={
                 name: pack([x.inputs[name] for x in chosen], np.float32)
                 for name in chosen[0].inputs
             },
-            **packing.fields(),
+            **places,
         )
         yield PackedTargets(batch, tuple(indices), packing)

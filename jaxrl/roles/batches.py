@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
 from jaxrl.roles.packing import PackedShape, Packing, PrefixGroups, plan_packing
-from jaxrl.types import Branch, Completions, PackedBatch, TrainBatch
+from jaxrl.types import Branch, Completions, LazyRows, PackedBatch, TrainBatch
 
 ShareOption = bool | Literal["auto"]
 
@@ -30,7 +30,8 @@ def pack_completions(
     last_B: np.ndarray | None = None,
     trained_B: np.ndarray | None = None,
     top_entropy: float = 1.0,
-) -> TrainBatch:
+    own_R: np.ndarray | None = None,
+) -> tuple[TrainBatch, Packing]:
     """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
     Further conversations of agents go to the minibatch of their sample. There are at most as many of them as
@@ -46,36 +47,35 @@ def pack_completions(
       trained_B: bool, the sequences that the loss trains on; None for all.
       top_entropy: share of the trained tokens, those of the highest entropy, that have weight 1; the others
         have weight 0.
+      own_R: see `Packing`.
     """
     rows = _rows_of(completions, trained_B)
     plan = functools.partial(
         plan_packing,
-        [len(tokens) for tokens in rows.tokens],
+        rows.lengths,
         shape,
         shards=shards,
         last_B=None if last_B is None else last_B[rows.sample],
         # In their order, like the samples of completions without further conversations.
         minibatch_B=rows.sample * shape.minibatches // len(completions),
+        own_R=own_R,
     )
     packing = None
     if share_prompts:
         packing = plan(prefix_groups=PrefixGroups(rows.group, rows.shared))
-        saves = (packing.segment_ids > 0).sum() <= _WORTH_SHARING * packing.lengths.sum()
+        stored = (packing.segments.stop - packing.segments.first).sum()
+        saves = stored <= _WORTH_SHARING * packing.lengths.sum()
         if share_prompts == "auto" and not saves:
             packing = None
     if packing is None:
         packing = plan(fill_minibatches=fill_minibatches)
-    batch = _packed(packing, rows.tokens, rows.logprob, rows.mask)
+    batch = _packed(packing, rows.tokens, rows.logprob, rows.mask, rows.number)
     if completions.routes:
         # -1 on padding, and on the last token of each sequence, which was never run through the model. The
         # number of an expert fits into 16 bits.
         flat = [of_one.reshape(len(of_one), -1) for of_one in completions.routes]
         routes = np.moveaxis(packing.pack(flat, np.int16, padding=-1), -1, 2)
         batch = batch.replace(routes=routes)
-    if len(rows.number) > len(completions):
-        # Index -1 takes the entry that is appended, so shared prompts keep their -1.
-        number = np.append(rows.number, -1).astype(np.int32)
-        batch = batch.replace(sequence=number[batch.sequence])
     if top_entropy < 1:
         trained = [of_one[m > 0] for of_one, m in zip(rows.entropy, rows.mask, strict=True)]
         trained = np.concatenate(trained).astype(np.float64)
@@ -83,7 +83,7 @@ def pack_completions(
         bound = np.quantile(trained, 1.0 - top_entropy) if len(trained) else 0.0
         weight = [of_one >= bound for of_one in rows.entropy]
         batch = batch.replace(weight=packing.pack_ends(weight, np.float32))
-    return batch
+    return batch, packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,7 @@ class _Rows:
       number: int [C], `PackedBatch.sequence` of each.
       group: int [C], sequences of equal number begin with the same prompt.
       shared: int [C], number of tokens of the prompt that may be stored once.
+      lengths: number of tokens of each.
       tokens: C int32 arrays.
       logprob, entropy, mask: C float32 arrays, of the last tokens of each.
     """
@@ -103,6 +104,7 @@ class _Rows:
     number: np.ndarray
     group: np.ndarray
     shared: np.ndarray
+    lengths: list[int]
     tokens: Sequence[np.ndarray]
     logprob: Sequence[np.ndarray]
     entropy: Sequence[np.ndarray]
@@ -124,8 +126,14 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
     sample = np.array([*range(B), *(b for b, _, _ in further)])
     mask = [*completions.mask, *(branch.mask for _, _, branch in further)]
     if trained_B is not None:
-        mask = [of_one * trained_B[b] for of_one, b in zip(mask, sample, strict=True)]
-    tokens = [np.concatenate(pair) for pair in zip(prompts, completions.tokens, strict=True)]
+        trained = trained_B.astype(np.float32)
+        mask = LazyRows(
+            [
+                functools.partial(np.multiply, of_one, trained[b])
+                for of_one, b in zip(mask, sample, strict=True)
+            ]
+        )
+    whole = [*zip(prompts, completions.tokens, strict=True), *((x.tokens,) for _, _, x in further)]
     return _Rows(
         sample=sample,
         # Modulo B each of these numbers is its sample.
@@ -134,7 +142,9 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
         group=np.append(group_B, len(completions.prompts) + np.arange(len(further))),
         # Each answer keeps a last token of the prompt: its hidden state predicts the answer's first token.
         shared=np.array([len(prompt) - 1 for prompt in prompts] + [0] * len(further)),
-        tokens=[*tokens, *(branch.tokens for _, _, branch in further)],
+        lengths=[sum(map(len, parts)) for parts in whole],
+        # Like `mask` made as they are read: a process reads those of its own rows.
+        tokens=LazyRows([functools.partial(np.concatenate, parts) for parts in whole]),
         logprob=[*completions.rollout_logprob, *(x.rollout_logprob for _, _, x in further)],
         entropy=[*completions.entropy, *(branch.entropy for _, _, branch in further)],
         mask=mask,
@@ -142,21 +152,30 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
 
 
 def pack_examples(
-    examples: Sequence[MaskedExample], shape: PackedShape, *, shards: int = 1
-) -> TrainBatch:
+    examples: Sequence[MaskedExample],
+    shape: PackedShape,
+    *,
+    shards: int = 1,
+    own_R: np.ndarray | None = None,
+) -> tuple[TrainBatch, Packing]:
     """Packs supervised examples, each with its own loss mask; rollout log-probabilities are 0."""
     prompts, responses, masks = zip(*examples, strict=True)
     zeros = [np.zeros(len(response), np.float32) for response in responses]
     sequences = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
-    packing = plan_packing([len(s) for s in sequences], shape, shards=shards)
-    return _packed(packing, sequences, zeros, masks)
+    packing = plan_packing([len(s) for s in sequences], shape, shards=shards, own_R=own_R)
+    return _packed(packing, sequences, zeros, masks), packing
 
 
-def _packed(packing: Packing, sequences, rollout_logprob, mask) -> TrainBatch:
+def _packed(
+    packing: Packing, sequences, rollout_logprob, mask, number: np.ndarray | None = None
+) -> TrainBatch:
     fields: dict[str, Any] = {
         "tokens": packing.pack(sequences, np.int32),
         "loss_mask": packing.pack_ends(mask, np.float32),
-        **packing.fields(),
+        **packing.fields(number),
     }
-    rollout_logprob = packing.pack_ends(rollout_logprob, np.float32)
-    return TrainBatch.of(PackedBatch(**fields), rollout_logprob=rollout_logprob)
+    return TrainBatch.of(
+        PackedBatch(**fields),
+        rollout_logprob=packing.pack_ends(rollout_logprob, np.float32),
+        weight=packing.filled(1, np.float32),
+    )

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.algos.kl import over_vocabulary
 from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
@@ -28,7 +29,7 @@ from jaxrl.mesh.parallel_layers import (
     expert_parallel,
 )
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
-from jaxrl.mesh.protocols import PER_TOKEN
+from jaxrl.mesh.protocols import PER_TOKEN, rows_and_length
 from jaxrl.mesh.ring import ContextSplit, pick_split, spread, unspread
 from jaxrl.mesh.rules import (
     TRAIN_RULES,
@@ -59,6 +60,7 @@ from jaxrl.models.delta_net import delta_of_rows
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
@@ -213,6 +215,19 @@ class PackedModel:
     def place(self, batch: Batch) -> Batch:
         """Moves the arrays of a batch, from the host or another mesh, to this model's mesh."""
         return PER_TOKEN.place(self.mesh, batch)
+
+    def rows_of(self, shape: PackedShape) -> dict[str, Any]:
+        """How rows lie on the devices, as the functions that pack want it.
+
+        Returns:
+          The number of shards of the rows of a microbatch, and which rows, bool [R], this process has.
+        """
+        part = (shape.rows, shape.tokens)
+        where = NamedSharding(self.mesh, rows_and_length(self.mesh, part))
+        own_R = np.zeros(shape.rows, bool)
+        for device in where.addressable_devices:
+            own_R[where.devices_indices_map(part)[device][0]] = True
+        return {"shards": shards_of("batch", TRAIN_RULES, self.mesh), "own_R": own_R}
 
     def policy(
         self,

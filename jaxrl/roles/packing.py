@@ -10,8 +10,8 @@ Example: sequences of 5, 6 and 3 tokens; the first two share a prefix of 2 token
     positions      0 1   2 3 4 5   2 3 4   0 1 2   0 0
 
 A shape has room for the longest sequences, so most of its microbatches are usually unused. Nothing is written
-there: arrays of zeros take memory only where something is written, and so the time and the memory of packing
-grow with the tokens, not with the shape.
+there, nor in rows that lie on devices of other processes. Arrays of zeros take memory only where something is
+written, and so the time and the memory of packing grow with the tokens of this process, not with the shape.
 """
 
 from __future__ import annotations
@@ -82,15 +82,36 @@ class RowLimits:
 
 
 @dataclasses.dataclass(frozen=True)
+class Segments:
+    """The K segments of all rows: the own tokens of one sequence each, or a prefix that several share.
+
+    Attributes:
+      starts: int [K], the offset of each in the flattened packed array.
+      first, stop: int [K], the range of positions.
+      number: int [K], its number in its row, counted from 1.
+      prefix: int [K], the number of the segment that it continues; 0 for none.
+      sequence: int [K], the sequence it belongs to; -1 for a shared prefix.
+    """
+
+    starts: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+    number: np.ndarray
+    prefix: np.ndarray
+    sequence: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Packing:
     """The place of each token of each sequence in the packed arrays.
 
+    It is the same on all processes, and small. Each process fills arrays only in its own rows.
+
     Attributes:
       shape: The shape of the packed arrays.
-      positions, segment_ids: int32 [U, M, R, T]; segments count from 1 in each row, padding is 0.
-      sequence: int32 [U, M, R, T], the index of each token's sequence; -1 on shared tokens, 0 on padding.
-      prefix_ids: int32 [U, M, R, T], for each token the segment that its own segment continues, 0 for none;
-        None without prefix groups.
+      segments: All segments.
+      shares: Whether there are prefix groups.
+      own_R: bool, the rows of a microbatch that this process fills; all others are 0.
       num_micro_U: int32, the number of microbatches in use.
       starts: int [B], the offset of each sequence's own tokens in the flattened packed array. They are
         contiguous.
@@ -101,10 +122,9 @@ class Packing:
     """
 
     shape: PackedShape
-    positions: np.ndarray
-    segment_ids: np.ndarray
-    sequence: np.ndarray
-    prefix_ids: np.ndarray | None
+    segments: Segments
+    shares: bool
+    own_R: np.ndarray
     num_micro_U: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
@@ -117,44 +137,84 @@ class Packing:
         Shared tokens get the values of the last sequence that shares them. Last tokens without a value get
         that of padding.
         """
-        of_token = values[0].shape[1:] if values else ()
-        # Zeros take memory only where something is written, and few microbatches are full.
-        out = np.zeros((self.positions.size, *of_token), dtype)
-        if padding:
-            out[:] = padding
-        for value, start, shared, shared_start in self._places(values):
-            out[shared_start : shared_start + shared] = value[:shared]
-            out[start : start + len(value) - shared] = value[shared:]
-        return out.reshape(*self.positions.shape, *of_token)
+        out = self.filled(padding, dtype, *(values[0].shape[1:] if values else ()))
+        shared_B = self.shared_starts % self.shape.tokens
+        for i, row, first in self._own(self.starts):
+            value, shared, of_shared = values[i], self.shared[i], shared_B[i]
+            out[row][of_shared : of_shared + shared] = value[:shared]
+            out[row][first : first + len(value) - shared] = value[shared:]
+        return out
 
     def pack_ends(self, values: Sequence[np.ndarray], dtype) -> np.ndarray:
         """Lays out a field of the last tokens of each sequence, such as its response; all else is 0.
 
         The values of a sequence are at most as many as its own tokens.
         """
-        out = np.zeros(self.positions.size, dtype)
-        ends = self.starts + self.lengths - self.shared
-        for value, end in zip(values, ends.tolist(), strict=True):
-            out[end - len(value) : end] = value
-        return out.reshape(self.positions.shape)
+        out = self.filled(0, dtype)
+        own_B = self.lengths - self.shared
+        for i, row, first in self._own(self.starts):
+            value, end = values[i], first + own_B[i]
+            out[row][end - len(value) : end] = value
+        return out
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of `types.PackedBatch` that do not depend on the content of the sequences, by name."""
-        names = ("positions", "segment_ids", "sequence", "num_micro_U", "prefix_ids")
-        return {name: getattr(self, name) for name in names}
+    def filled(self, value: int, dtype, *of_token: int) -> np.ndarray:
+        """`value` in the own rows of the microbatches in use, [U, M, R, T, *of_token]; 0 elsewhere."""
+        U, M, R, T = dataclasses.astuple(self.shape)
+        # Zeros take memory only where something is written, and few microbatches are in use.
+        if self.own_R.all():
+            out = np.zeros((U, M, R, T, *of_token), dtype)
+        else:
+            # The own rows lie together in memory, which the system gives in pages of up to 2 MB.
+            out = np.moveaxis(np.zeros((R, U, M, T, *of_token), dtype), 0, 2)
+        if value:
+            out[(np.arange(M) < self.num_micro_U[:, None])[..., None] & self.own_R] = value
+        return out
+
+    def fields(self, number_B: np.ndarray | None = None) -> dict[str, Any]:
+        """The fields of `types.PackedBatch` that do not depend on the content of the sequences, by name.
+
+        Args:
+          number_B: The number of each sequence in the field `sequence`; None for its index.
+        """
+        number_B = np.arange(len(self.starts)) if number_B is None else number_B
+        of_all = self.segments
+        of_segment = {
+            "segment_ids": of_all.number,
+            # Index -1 takes the entry that is appended, so shared prefixes keep their -1.
+            "sequence": np.append(number_B, -1)[of_all.sequence],
+            **({"prefix_ids": of_all.prefix} if self.shares else {}),
+        }
+        out = {name: self.filled(0, np.int32) for name in ("positions", *of_segment)}
+        for k, row, start in self._own(of_all.starts):
+            first, stop = of_all.first[k], of_all.stop[k]
+            here = (*row, slice(start, start + stop - first))
+            out["positions"][here] = np.arange(first, stop)
+            for name, values in of_segment.items():
+                out[name][here] = values[k]
+        return {"num_micro_U": self.num_micro_U, **out}
 
     def unpack(self, packed: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `pack`."""
+        """The inverse of `pack`, if this process has all rows."""
         flat = np.asarray(packed).reshape(-1)
+        places = zip(self.lengths, self.starts, self.shared, self.shared_starts, strict=True)
         return [
             np.concatenate(
                 [flat[shared_start : shared_start + shared], flat[start : start + length - shared]]
             )
-            for length, start, shared, shared_start in self._places(self.lengths)
+            for length, start, shared, shared_start in places
         ]
 
-    def _places(self, of_sequences) -> Iterator[tuple[Any, int, int, int]]:
-        return zip(of_sequences, self.starts, self.shared, self.shared_starts, strict=True)
+    def rows(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Indices u, m and r of the row of each of some starts."""
+        return np.unravel_index(starts // self.shape.tokens, dataclasses.astuple(self.shape)[:3])
+
+    def _own(self, starts: np.ndarray) -> Iterator[tuple[int, tuple[int, ...], int]]:
+        """Index, row (u, m, r), and offset in the row, of each of some starts in an own row."""
+        rows, offset = np.stack(self.rows(starts), axis=1), starts % self.shape.tokens
+        own = np.flatnonzero(self.own_R[rows[:, 2]])
+        yield from zip(
+            own.tolist(), map(tuple, rows[own].tolist()), offset[own].tolist(), strict=True
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +239,7 @@ def plan_packing(
     prefix_groups: PrefixGroups | None = None,
     last_B: np.ndarray | None = None,
     minibatch_B: np.ndarray | None = None,
+    own_R: np.ndarray | None = None,
 ) -> Packing:
     """Assigns every sequence to a row: in order to minibatches, and within one by best-fit decreasing.
 
@@ -197,6 +258,7 @@ def plan_packing(
       last_B: bool, the sequences for the last rows of their minibatch, apart from the others if there is
         room; None for none. `fill_minibatches` ignores it.
       minibatch_B: The minibatch of each sequence; None gives each equally many, in order.
+      own_R: See `Packing`; None for all.
     """
     tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
@@ -220,10 +282,9 @@ def plan_packing(
         ]
     if fill_minibatches and U > 1:
         rows_U = filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
-    positions, segment_ids, sequence, prefix_ids = (
-        np.zeros((U * M * R, T), np.int32) for _ in range(4)
-    )
     starts, shared, shared_starts = (np.zeros(len(tokens_of), np.int64) for _ in range(3))
+    # The fields of `Segments`, segment by segment.
+    table: list[tuple[int, int, int, int, int, int]] = []
     for u, rows in enumerate(rows_U):
         assert len(rows) <= M * R, (
             f"minibatch {u} fills {len(rows)} rows, the shape has {M} x {R}; it was made for fewer or "
@@ -233,28 +294,25 @@ def plan_packing(
         is_last = [bool(last_B[row].all()) for row in rows]
         for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
             # The row among those of all minibatches and microbatches.
-            at = u * M * R + index
-            offset = 0
-            segment_ids[at], prefixes = _ids(segments_of[r], T)
-            if prefix_groups:
-                prefix_ids[at] = prefixes
-            for segment in segments_of[r]:
-                here = slice(offset, offset + segment.stop - segment.first)
-                positions[at, here] = np.arange(segment.first, segment.stop)
-                sequence[at, here] = -1 if segment.sequence is None else segment.sequence
-                start = at * T + offset
-                if segment.sequence is not None:
-                    starts[segment.sequence], shared[segment.sequence] = start, segment.first
+            start = (u * M * R + index) * T
+            for number, segment in enumerate(segments_of[r], 1):
+                first, stop, prefix, i = (
+                    segment.first,
+                    segment.stop,
+                    segment.prefix,
+                    segment.sequence,
+                )
+                table.append((start, first, stop, number, prefix, -1 if i is None else i))
+                if i is not None:
+                    starts[i], shared[i] = start, first
                 shared_starts[list(segment.sharers)] = start
-                offset = here.stop
-    num_micro_U = np.array([_num_micro(rows, R) for rows in rows_U], np.int32)
+                start += stop - first
     return Packing(
         shape,
-        positions.reshape(U, M, R, T),
-        segment_ids.reshape(U, M, R, T),
-        sequence.reshape(U, M, R, T),
-        prefix_ids.reshape(U, M, R, T) if prefix_groups else None,
-        num_micro_U,
+        Segments(*np.array(table, np.int64).reshape(-1, 6).T),
+        prefix_groups is not None,
+        np.ones(R, bool) if own_R is None else own_R,
+        np.array([_num_micro(rows, R) for rows in rows_U], np.int32),
         starts,
         tokens_of,
         shared,

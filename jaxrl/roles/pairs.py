@@ -11,6 +11,7 @@ Both answers of a pair lie in one row, so the loss of a pair never needs another
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from jaxrl.algos.registry import check_inputs, check_options, lookup
 from jaxrl.algos.segments import last_tokens, masked
 from jaxrl.data.preferences import Answer, PreferencePair
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
-from jaxrl.roles.packing import PackedShape, plan_packing
+from jaxrl.roles.packing import PackedShape, Packing, Segments, plan_packing
 from jaxrl.roles.scores import ScoreOutputs
 from jaxrl.types import PackedBatch
 
@@ -52,42 +53,53 @@ class PairBatch(PackedBatch):
 
 
 def pack_pairs(
-    pairs: Sequence[PreferencePair], shape: PackedShape, *, shards: int = 1
-) -> PairBatch:
+    pairs: Sequence[PreferencePair],
+    shape: PackedShape,
+    *,
+    shards: int = 1,
+    own_R: np.ndarray | None = None,
+) -> tuple[PairBatch, Packing]:
     """Packs pairs on the host; both answers of a pair share a row. The mask covers responses.
 
     Args:
       pairs: the pairs.
       shape: [U, M, R, T] of the batch.
-      shards: see `plan_packing`.
+      shards, own_R: see `plan_packing`.
     """
     # One item for both answers, so that the packing cannot part them.
     items = [np.concatenate([*pair.chosen, *pair.rejected]) for pair in pairs]
-    packing = plan_packing([len(item) for item in items], shape, shards=shards)
+    packing = plan_packing([len(item) for item in items], shape, shards=shards, own_R=own_R)
+    # Each pair is one segment, since none shares a prefix; number k of a row becomes 2k - 1 and 2k.
+    whole = packing.segments
+    sizes_2K = np.array([list(map(_length, pair[:2])) for pair in pairs]).T[:, whole.sequence]
+    both = functools.partial(np.tile, reps=2)
+    answers = Segments(
+        starts=np.append(whole.starts, whole.starts + sizes_2K[0]),
+        first=both(whole.first),
+        stop=sizes_2K.reshape(-1),
+        number=np.append(2 * whole.number - 1, 2 * whole.number),
+        prefix=both(whole.prefix),
+        sequence=both(whole.sequence),
+    )
+    packing = dataclasses.replace(packing, segments=answers)
 
     def pack(of_answers: Callable[[PreferencePair], Iterable[np.ndarray]], dtype) -> np.ndarray:
         return packing.pack([np.concatenate(list(of_answers(pair))) for pair in pairs], dtype)
 
-    second = pack(lambda pair: (np.full(_length(a), i) for i, a in enumerate(pair[:2])), np.int32)
-    inside = packing.segment_ids > 0
     fields: dict[str, Any] = {
+        **packing.fields(),
         "tokens": packing.pack(items, np.int32),
-        "positions": pack(lambda pair: (np.arange(_length(a)) for a in pair[:2]), np.int32),
-        # The packing numbers the pairs of a row from 1: number k + 1 becomes segments 2k + 1 and 2k + 2.
-        "segment_ids": np.where(inside, 2 * packing.segment_ids - 1 + second, 0).astype(np.int32),
-        "sequence": packing.sequence,
         "loss_mask": pack(
             lambda pair: (np.repeat([0, 1], [len(x) for x in answer]) for answer in pair[:2]),
             np.float32,
         ),
-        "num_micro_U": packing.num_micro_U,
-        "ref_logprob": np.zeros(inside.shape, np.float32),
+        "ref_logprob": packing.filled(0, np.float32),
         "margin": pack(lambda pair: map(_at_end, pair[:2], (pair.margin, 0)), np.float32),
         "harm": pack(
             lambda pair: map(_at_end, pair[:2], (pair.chosen_harm, pair.rejected_harm)), np.float32
         ),
     }
-    return PairBatch(**fields)
+    return PairBatch(**fields), packing
 
 
 def _length(answer: Answer) -> int:

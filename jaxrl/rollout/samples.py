@@ -130,9 +130,9 @@ class Sample:
     def add_decoded(
         self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
     ) -> None:
-        """Appends tokens that the policy of this version has decoded."""
+        """Appends tokens that the policy of this version has decoded; the sample keeps the arrays."""
         if len(tokens):
-            self._pieces.append(_Piece(tokens.copy(), logprob.copy(), entropy.copy(), version))
+            self._pieces.append(_Piece(tokens, logprob, entropy, version))
             self._count += len(tokens)
 
     def add_runs(
@@ -181,7 +181,8 @@ class Sample:
     @property
     def version(self) -> np.ndarray:
         """Int32 [R], policy version of each token: the training step of its weights."""
-        return self._joined(lambda p: np.full(len(p.tokens), p.version), np.int32)
+        # Each a single number in memory.
+        return self._joined(lambda p: np.broadcast_to(np.int32(p.version), len(p.tokens)), np.int32)
 
     @property
     def oldest_version(self) -> int:
@@ -193,7 +194,8 @@ class Sample:
         return self._pieces[0].version if self._pieces else np.iinfo(np.int64).max
 
     def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([np.zeros(0, dtype), *(of(p) for p in self._pieces)]).astype(dtype)
+        parts = [of(piece) for piece in self._pieces]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
 
 
 def oldest_version(samples: Sequence[Sample]) -> int:

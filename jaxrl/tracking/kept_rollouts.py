@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import operator
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer
@@ -19,16 +21,19 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.roles.packing import Packing
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.tracking.run_folder import RolloutFolder, RunFolder
 from jaxrl.tracking.sample_rows import TokenStrings, logprobs_by_response, sample_rows, to_lines
-from jaxrl.types import PackedBatch, Scored
+from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
 
 # Prompts of a step whose samples are kept. A person reads no more, and each has all of its samples.
 _MOST_PROMPTS = 8
+
+_at = jax.jit(operator.getitem)
 
 
 class KeptRollouts:
@@ -75,26 +80,24 @@ class KeptRollouts:
         """Starts writing the step's samples if the step is selected. Collective."""
         if not self._files.is_due(self._timer.step + 1):
             return
-        trained = None
+        of_trainer = None
         if self._has_old_logprob:
             # Collective, so it comes before the question of who writes: a process that has a part of it.
-            batch = experience.batch
-            found = hosts.fetch((batch.packing(), batch.old_logprob), everywhere=False)
-            trained = PackedBatch(**found[0]), found[1]
-        self._write(experience.scored, trained)
+            packing, count = experience.packing, _MOST_PROMPTS * experience.completions.num_samples
+            found = _at(experience.batch.old_logprob, packing.rows(packing.starts[:count]))
+            of_trainer = packing, hosts.fetch(found, everywhere=False)
+        self._write(experience.scored, of_trainer)
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:
         """Writes the samples of a step that found too few groups; returns the path."""
         return self._write(scored, None)
 
-    def _write(
-        self, scored: Scored, trained: tuple[PackedBatch, np.ndarray] | None
-    ) -> pathlib.Path:
+    def _write(self, scored: Scored, of_trainer: tuple[Packing, np.ndarray] | None) -> pathlib.Path:
         """Writes the rows of the first prompts, in the background while training continues.
 
         Args:
           scored: the samples.
-          trained: the packed samples and the trainer's log-probabilities of their tokens.
+          of_trainer: arguments of `logprobs_by_response` for the trainer's log-probabilities.
         """
         step = self._timer.step + 1
 
@@ -108,7 +111,7 @@ class KeptRollouts:
                 stop_ids=self._stop_ids,
                 terms=self._terms,
                 step=step,
-                old_logprob=trained and logprobs_by_response(*trained, lengths),
+                old_logprob=of_trainer and logprobs_by_response(*of_trainer, lengths),
             )
 
         if hosts.is_first():

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.tokenizer import TextStream, Tokenizer
-from jaxrl.types import Branch, PackedBatch, Scored
+from jaxrl.roles.packing import Packing
+from jaxrl.types import Branch, Scored
 
 # The last key of a row.
 TOKEN_STRINGS = "token_pieces"
@@ -163,28 +164,22 @@ class TokenStrings:
 
 
 def logprobs_by_response(
-    packed: PackedBatch, logprob: np.ndarray, lengths: Sequence[int]
+    packing: Packing, row_of_K: np.ndarray, lengths: Sequence[int]
 ) -> dict[int, np.ndarray]:
-    """Extracts the log-probabilities of the first responses from packed rows.
+    """Extracts the log-probabilities of the first K responses from their rows.
 
     Args:
-      packed: batch on the host.
-      logprob: [U, M, R, T], log-probabilities of the packed tokens.
-      lengths: numbers of tokens of the first responses; further responses are ignored.
+      packing: places of all sequences.
+      row_of_K: [K, T], log-probabilities of the tokens of the row of each.
+      lengths: K numbers of tokens of the responses.
 
     Returns:
       Sequence index -> float32 [R].
     """
-    sequence, position, segment = (
-        np.asarray(x).reshape(-1) for x in (packed.sequence, packed.positions, packed.segment_ids)
-    )
-    places = np.flatnonzero((segment > 0) & (sequence >= 0) & (sequence < len(lengths)))
-    places = places[np.lexsort((position[places], sequence[places]))]
-    value = np.asarray(logprob).reshape(-1)[places]
-    # Sorted by sequence and position, so each sequence is one stretch.
-    ends = np.cumsum(np.bincount(sequence[places], minlength=len(lengths)))
     # The response is at the end of its sequence.
-    return {b: value[end - lengths[b] : end] for b, end in enumerate(ends.tolist())}
+    ends = packing.starts % packing.shape.tokens + packing.lengths - packing.shared
+    ends = ends[: len(lengths)].tolist()
+    return {b: row_of_K[b, end - lengths[b] : end] for b, end in enumerate(ends)}
 
 
 def _number(value: Any) -> float | None:

@@ -17,13 +17,13 @@ from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.mesh.interrupt import StopSignal
-from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import Objective
+from jaxrl.roles.packing import Packing
 from jaxrl.roles.pairs import (
     PairBatch,
     pack_pairs,
@@ -79,7 +79,7 @@ class PairStage(ExamplesStage):
         if _evaluates(run):
             # Packed once, so every evaluation has the same pairs.
             pairs = preference_stream(run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
-            self._evaluation_pairs = self._placed(next(pairs))
+            self._evaluation_pairs, _ = self._placed(next(pairs))
 
     def evaluate(self, when: str) -> Metrics:
         """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half.
@@ -108,24 +108,23 @@ class PairStage(ExamplesStage):
         """Adds the other inputs of the objective to the batch."""
         return batch
 
-    def _pack(self, examples: list[PreferencePair]) -> PairBatch:
+    def _pack(self, examples: list[PreferencePair]) -> tuple[PairBatch, Metrics]:
         with self._timer.phase("pack", may_stop=True):
-            return self._completed(self._placed(examples))
+            batch, packing = self._placed(examples)
+            metrics = {"perf/total_num_tokens": float(packing.lengths.sum())}
+            return self._completed(batch), metrics | work_metrics(self._learner, packing)
 
-    def _placed(self, pairs: list[PreferencePair]) -> PairBatch:
+    def _placed(self, pairs: list[PreferencePair]) -> tuple[PairBatch, Packing]:
         config = self._run.config
         shape = row_limits(config, longest=config.row_tokens).shape(len(pairs), minibatches=1)
-        row_shards = shards_of("batch", TRAIN_RULES, self._learner.mesh)
-        return self._learner.place(pack_pairs(pairs, shape, shards=row_shards))
+        batch, packing = pack_pairs(pairs, shape, **self._learner.rows_of(shape))
+        return self._learner.place(batch), packing
 
     def _update(self, batch: PairBatch) -> Metrics:
         with self._timer.phase("update"):
             # The devices work on after the call returns; the phase must have their time.
             update = jax.block_until_ready(self._learner.update(batch, self._objective))
-        metrics = {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
-        on_host = hosts.fetch(batch)
-        metrics["perf/total_num_tokens"] = float((on_host.segment_ids > 0).sum())
-        return metrics | work_metrics(self._learner, on_host)
+        return {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
 
 
 class RewardModelStage(PairStage):

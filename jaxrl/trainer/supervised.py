@@ -21,7 +21,6 @@ from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.mesh.handover import put
 from jaxrl.mesh.interrupt import StopSignal
-from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, fitted, init_params
@@ -180,7 +179,8 @@ class ExamplesStage(TrainingStage, abc.ABC):
             self._stream.restore(record["stream"])
 
     def step(self) -> Metrics:
-        return self._update(self._pack(next(iter(self._stream))))
+        batch, metrics = self._pack(next(iter(self._stream)))
+        return metrics | self._update(batch)
 
     def record(self) -> dict[str, Any]:
         return {"stream": self._stream.state()}
@@ -190,8 +190,8 @@ class ExamplesStage(TrainingStage, abc.ABC):
         """Sets the initial weights; in a resumed stage only those that no checkpoint holds."""
 
     @abc.abstractmethod
-    def _pack(self, examples: list[Any]) -> Any:
-        """Packs a batch of examples on the learner's devices."""
+    def _pack(self, examples: list[Any]) -> tuple[Any, Metrics]:
+        """A batch of examples, packed on the learner's devices, and metrics of its tokens."""
 
     @abc.abstractmethod
     def _update(self, batch: Any) -> Metrics:
@@ -219,7 +219,7 @@ class SupervisedStage(ExamplesStage):
         if not resumed:
             self._actor.start_from(load_or_init(self._run))
 
-    def _pack(self, examples: list[MaskedExample]) -> TrainBatch:
+    def _pack(self, examples: list[MaskedExample]) -> tuple[TrainBatch, Metrics]:
         with self._timer.phase("pack", may_stop=True):
             # Other examples on one host would make other weights there.
             hosts.check_same(
@@ -227,21 +227,21 @@ class SupervisedStage(ExamplesStage):
                 [part for example in examples for part in example],
             )
             shape = self._limits.shape(self._run.config.sft.examples_per_step, minibatches=1)
-            row_shards = shards_of("batch", TRAIN_RULES, self._actor.mesh)
-            return self._actor.place(pack_examples(examples, shape, shards=row_shards))
+            batch, packing = pack_examples(examples, shape, **self._actor.rows_of(shape))
+            metrics = {
+                "train/num_trained_tokens": float(sum(mask.sum() for *_, mask in examples)),
+                "perf/total_num_tokens": float(packing.lengths.sum()),
+            }
+            return self._actor.place(batch), metrics | work_metrics(self._actor, packing)
 
     def _update(self, batch: TrainBatch) -> Metrics:
         with self._timer.phase("update_actor", shown="update"):
             # The devices work on after the call returns; the phase must have their time.
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
         values = prefixed("actor", hosts.fetch(update))
-        on_host = hosts.fetch(batch)
         return {
             "sft/loss": values["actor/pg_loss"],
             "sft/mean_token_prob": values["actor/mean_token_prob"],
             "sft/grad_norm": values["actor/grad_norm"],
             "sft/lr": values["actor/lr"],
-            "train/num_trained_tokens": float(on_host.loss_mask.sum()),
-            "perf/total_num_tokens": float((on_host.segment_ids > 0).sum()),
-            **work_metrics(self._actor, on_host),
         }

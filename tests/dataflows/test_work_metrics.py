@@ -31,6 +31,7 @@ def model_on(devices: int) -> PackedModel:
 
 
 def packed(lengths: list[int], shape: PackedShape, shards: int = 1):
+    """A batch of examples, and their packing."""
     examples = [
         (np.zeros(n - 1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)) for n in lengths
     ]
@@ -39,27 +40,27 @@ def packed(lengths: list[int], shape: PackedShape, shards: int = 1):
 
 def test_padding_is_of_the_microbatches_that_run():
     # Rows 8 and 3 + 2, then 8 + nothing: 2 x 2 x 8 places; a third microbatch is not run.
-    batch = packed([8, 8, 3, 2], PackedShape(1, 3, 2, 8))
-    assert work_metrics(model_on(1), batch)["perf/padding"] == pytest.approx(1 - 21 / 32)
+    _, packing = packed([8, 8, 3, 2], PackedShape(1, 3, 2, 8))
+    assert work_metrics(model_on(1), packing)["perf/padding"] == pytest.approx(1 - 21 / 32)
 
 
 def test_two_devices_wait_for_the_one_with_the_longer_sequences():
-    batch = packed([8, 2, 2, 2, 2], PackedShape(1, 1, 2, 8), shards=2)
-    found = work_metrics(model_on(2), batch)
+    _, packing = packed([8, 2, 2, 2, 2], PackedShape(1, 1, 2, 8), shards=2)
+    found = work_metrics(model_on(2), packing)
     row = 8 * token_flops(MODEL).training
     one = row + 3 * attention_flops(MODEL, np.array([8])).sum()
     four = row + 3 * 4 * attention_flops(MODEL, np.array([2])).sum()
     assert found["perf/imbalance"] == pytest.approx(one / ((one + four) / 2))
     assert found["perf/padding"] == 0
-    assert work_metrics(model_on(1), batch)["perf/imbalance"] == 1
+    assert work_metrics(model_on(1), packing)["perf/imbalance"] == 1
 
 
 def test_operations_are_of_one_device():
     lengths = [8, 5, 3, 8]
-    batch = packed(lengths, PackedShape(2, 2, 2, 8))
+    _, packing = packed(lengths, PackedShape(2, 2, 2, 8))
     whole = training_flops(MODEL, np.array(lengths)).sum() / 1e12
     for devices in (1, 2):
-        found = work_metrics(model_on(devices), batch)["perf/update_tflop"]
+        found = work_metrics(model_on(devices), packing)["perf/update_tflop"]
         assert found == pytest.approx(whole / devices)
 
 
@@ -78,10 +79,10 @@ def test_a_step_without_a_signal_computes_nothing():
     objective = policy("policy_gradient", {})
     phase = ActorPhase(actor, objective, CorrectionConfig(), NoTimer(), needs_signal=True)
     for advantage, has_signal in ((0.0, False), (1.0, True)):
-        batch = packed([8, 5], PackedShape(1, 1, 2, 8))
+        batch, packing = packed([8, 5], PackedShape(1, 1, 2, 8))
         batch = batch.replace(advantage=np.full_like(batch.advantage, advantage))
-        metrics = work_metrics(actor, batch)
-        metrics |= phase.update(Experience(None, actor.place(batch), {}))
+        metrics = work_metrics(actor, packing)
+        metrics |= phase.update(Experience(None, actor.place(batch), {}, None))
         changed = jax.tree.map(lambda a, b: (a != b).any(), actor.state.params, before)
         assert any(jax.tree.leaves(changed)) == has_signal
         rates = work_rates(metrics | {"timing_s/update_actor": 1e-3})
@@ -89,10 +90,10 @@ def test_a_step_without_a_signal_computes_nothing():
 
 
 def test_a_known_device_has_a_share_of_its_roof(monkeypatch):
-    batch = packed([8], PackedShape(1, 1, 2, 8))
-    assert "perf/roof_tflops" not in work_metrics(model_on(1), batch)
+    _, packing = packed([8], PackedShape(1, 1, 2, 8))
+    assert "perf/roof_tflops" not in work_metrics(model_on(1), packing)
     monkeypatch.setattr(module, "roof_of", lambda kind: Roof(900, 400, 3000))
-    assert work_metrics(model_on(1), batch)["perf/roof_tflops"] == 400
+    assert work_metrics(model_on(1), packing)["perf/roof_tflops"] == 400
 
 
 @pytest.mark.parametrize("phase", ["update_actor", "update"])

@@ -346,7 +346,7 @@ def test_a_trainer_takes_the_experts_of_its_sampler():
     completions = actor.generate(prompts, options)
     for share_prompts in (False, True):
         shape = PackedShape(minibatches=1, microbatches=8, rows=R, tokens=T)
-        packed = pack_completions(completions, shape, share_prompts=share_prompts)
+        packed, _ = pack_completions(completions, shape, share_prompts=share_prompts)
         tokens, routes = packed.tokens[0], np.moveaxis(packed.routes[0], 1, -1)
         live = packed.segment_ids[0] > 0
         assert (routes[~live] == -1).all()
@@ -411,7 +411,7 @@ def test_without_the_samplers_experts_some_tokens_are_far_off(sigmoid):
     rng = np.random.default_rng(0)
     prompts = prompts_of(*(rng.integers(2, 500, 12).tolist() for _ in range(4)))
     options = SamplingOptions(num_samples=4, seed=0, step=0, temperature=1.0)
-    packed = pack_completions(actor.generate(prompts, options), PackedShape(1, 8, R, 80))
+    packed, _ = pack_completions(actor.generate(prompts, options), PackedShape(1, 8, R, 80))
     placed, trained = actor.place(packed), packed.loss_mask > 0
     replayed, chosen = (
         np.abs(np.asarray(actor.logprobs(x)) - packed.rollout_logprob)[trained].max()

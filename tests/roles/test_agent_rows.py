@@ -55,7 +55,7 @@ def test_branches_lie_with_their_sample_and_share_its_advantage():
     rows = [row(([5, 6], 1), ([7], 0), ([8], 1)), row(([5], 1)), row(([9], 1)), row(([4, 4], 1))]
     further = [row(([2, 3], 0), ([6], 1)), row(([2], 0), ([7, 7, 7], 1))]
     completions = talk(prompts_of([2, 3], [1]), rows, [[], further, [], []])
-    batch = pack_completions(completions, PackedShape(2, 4, 1, 8))
+    batch, _ = pack_completions(completions, PackedShape(2, 4, 1, 8))
     number = np.asarray(batch.sequence)
     places = {
         n: tuple(np.argwhere((number == n) & (np.asarray(batch.segment_ids) > 0))[0][:1])
@@ -81,7 +81,7 @@ def test_more_branches_than_samples_lose_those_with_the_fewest_tokens():
     rows = [row(([5], 1)), row(([5], 1))]
     further = [row(([2], 0), ([6] * n, 1)) for n in (1, 3, 2)]
     completions = talk(prompts_of([2]), rows, [further, []])
-    batch = pack_completions(completions, PackedShape(1, 4, 1, 8))
+    batch, _ = pack_completions(completions, PackedShape(1, 4, 1, 8))
     numbers = np.unique(np.asarray(batch.sequence)[np.asarray(batch.segment_ids) > 0])
     # Numbers 0 + 2 * 2 and 0 + 3 * 2 have 3 and 2 sampled tokens.
     assert numbers.tolist() == [0, 1, 4, 6]
@@ -90,7 +90,7 @@ def test_more_branches_than_samples_lose_those_with_the_fewest_tokens():
 def test_a_failed_agent_counts_in_no_baseline():
     rows = [row(([5], 1)), row(([5], 1)), row()]
     completions = talk(prompts_of([2]), rows, [[], [], []], failed=[False, False, True])
-    batch = pack_completions(completions, PackedShape(1, 4, 1, 8))
+    batch, _ = pack_completions(completions, PackedShape(1, 4, 1, 8))
     group_B, num_groups = _groups(completions)
     assert (group_B.tolist(), num_groups) == ([0, 0, 1], 2)
     advantage, _, _ = Estimator.of("grpo", {"normalize_std": False})(
@@ -172,6 +172,9 @@ def test_a_failed_sample_makes_no_group_mixed():
 def test_reward_models_score_the_main_conversation():
     class Ones:
         """A model whose score of a sequence is its number of tokens."""
+
+        def rows_of(self, shape):
+            return {}
 
         def place(self, batch):
             return batch

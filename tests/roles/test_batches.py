@@ -68,7 +68,9 @@ def slowly(completions: Completions, trained_B, name: str, b: int, position: int
 @given(batches())
 def test_every_token_is_where_its_sequence_and_position_say(batch):
     completions, shape, share_prompts, trained_B = batch
-    packed = pack_completions(completions, shape, share_prompts=share_prompts, trained_B=trained_B)
+    packed, _ = pack_completions(
+        completions, shape, share_prompts=share_prompts, trained_B=trained_B
+    )
     sequence, positions, segment = (
         np.asarray(x).reshape(-1) for x in (packed.sequence, packed.positions, packed.segment_ids)
     )
@@ -94,11 +96,17 @@ def test_every_token_is_where_its_sequence_and_position_say(batch):
     assert (np.asarray(packed.weight)[used] == 1).all()
 
 
+def of_responses(completions: Completions, packing, packed: np.ndarray) -> dict[int, np.ndarray]:
+    """What an array has for the tokens of each response."""
+    rows = packed[packing.rows(packing.starts)]
+    return logprobs_by_response(packing, rows, completions.lengths_B.tolist())
+
+
 @given(batches())
 def test_logprobs_of_responses_are_found_in_packed_rows(batch):
     completions, shape, share_prompts, _ = batch
-    packed = pack_completions(completions, shape, share_prompts=share_prompts)
-    found = logprobs_by_response(packed, packed.rollout_logprob, completions.lengths_B.tolist())
+    packed, packing = pack_completions(completions, shape, share_prompts=share_prompts)
+    found = of_responses(completions, packing, packed.rollout_logprob)
     for b, logprob in enumerate(completions.rollout_logprob):
         np.testing.assert_array_equal(found[b], logprob)
 
@@ -125,15 +133,14 @@ def test_the_share_of_tokens_with_the_highest_entropy(share, expected, share_pro
         mask=tuple(np.float32(x) for x in ((1, 1, 1, 1), (1, 0, 1), (1, 1), (1, 1, 1))),
     )
     shape = RowLimits(1, 24, 12).shape(4, minibatches=2)
-    packed = pack_completions(
+    packed, packing = pack_completions(
         completions,
         shape,
         share_prompts=share_prompts,
         trained_B=np.array([True, True, True, False]),
         top_entropy=share,
     )
-    weight = packed.weight * packed.loss_mask
-    found = logprobs_by_response(packed, weight, completions.lengths_B.tolist())
+    found = of_responses(completions, packing, packed.weight * packed.loss_mask)
     assert [found[b].tolist() for b in range(4)] == [list(x) for x in expected]
     assert packed.loss_mask.sum() == 8, "the others stay in the divisor"
 
@@ -141,21 +148,50 @@ def test_the_share_of_tokens_with_the_highest_entropy(share, expected, share_pro
 def test_equal_entropies_are_all_trained_and_none_is_no_error():
     completions = completions_of([2], [[4, 3]], seed=0)
     shape = RowLimits(1, 24, 12).shape(2, minibatches=1)
-    packed = pack_completions(completions, shape, top_entropy=0.1)
+    packed, _ = pack_completions(completions, shape, top_entropy=0.1)
     np.testing.assert_array_equal(packed.weight * packed.loss_mask, packed.loss_mask)
-    nothing = pack_completions(completions, shape, top_entropy=0.1, trained_B=np.zeros(2, bool))
+    nothing, _ = pack_completions(completions, shape, top_entropy=0.1, trained_B=np.zeros(2, bool))
     assert not nothing.loss_mask.any()
+
+
+@given(batches(), st.integers(0, 7))
+def test_processes_fill_their_own_rows_of_one_batch(batch, which):
+    completions, shape, share_prompts, trained_B = batch
+    own_R = np.array([which >> r & 1 for r in range(shape.rows)], bool)
+    options = {"share_prompts": share_prompts, "trained_B": trained_B, "top_entropy": 0.5}
+    whole, _ = pack_completions(completions, shape, **options)
+    own, other = (
+        pack_completions(completions, shape, own_R=rows, **options)[0] for rows in (own_R, ~own_R)
+    )
+    for x, y, z in zip(*map(jax.tree.leaves, (whole, own, other)), strict=True):
+        if x.ndim > 1:
+            np.testing.assert_array_equal(y[:, :, own_R], x[:, :, own_R])
+            assert not y[:, :, ~own_R].any()
+            np.testing.assert_array_equal(y + z, x)
+        else:
+            np.testing.assert_array_equal(y, x)
 
 
 def test_microbatches_that_nothing_uses_take_no_memory():
     completions = completions_of([3], [[5, 6]], 0)
     shape = PackedShape(minibatches=1, microbatches=4096, rows=2, tokens=8192)
     before = resident_bytes()
-    packed = pack_completions(completions, shape)
+    packed, _ = pack_completions(completions, shape)
     after = resident_bytes()
     arrays = jax.tree.leaves(packed)
     assert sum(x.nbytes for x in arrays) > 2e9
     assert after - before < 1e8
+
+
+def test_rows_of_other_processes_take_no_memory():
+    completions = completions_of([3] * 64, [[20_000]] * 64, 0)
+    shape = PackedShape(minibatches=4, microbatches=1, rows=16, tokens=2**15)
+    before = resident_bytes()
+    packed, _ = pack_completions(completions, shape, own_R=np.arange(16) == 3)
+    after = resident_bytes()
+    # Ten arrays of 8 MB, of which one row is half a megabyte.
+    assert sum(x.nbytes for x in jax.tree.leaves(packed)) > 8e7
+    assert after - before < 2.5e7
 
 
 def resident_bytes() -> int:
@@ -170,7 +206,7 @@ def test_prompts_are_shared_by_the_lengths_that_occur_not_by_their_limits():
 
     def shares(shape: PackedShape, response_tokens: int) -> bool:
         completions = completions_of([60] * 8, [[response_tokens] * 8] * 8, seed=0)
-        return pack_completions(completions, shape, share_prompts="auto").prefix_ids is not None
+        return pack_completions(completions, shape, share_prompts="auto")[0].prefix_ids is not None
 
     # Of 60 + 38 tokens five share a short row; of 60 + 192 eight share a long one.
     assert shares(rows, 38) and shares(longer, 192) and shares(longer, 110)
@@ -181,5 +217,7 @@ def test_prompts_are_shared_by_the_lengths_that_occur_not_by_their_limits():
 def test_auto_packs_as_the_choice_does():
     completions = completions_of([6, 5], [[4, 3], [1, 2]], seed=1)
     shape = RowLimits(1, 24, 12).shape(4, minibatches=1)
-    auto, shared = (pack_completions(completions, shape, share_prompts=x) for x in ("auto", True))
+    auto, shared = (
+        pack_completions(completions, shape, share_prompts=x)[0] for x in ("auto", True)
+    )
     jax.tree.map(np.testing.assert_array_equal, auto, shared)

@@ -33,7 +33,7 @@ def completions() -> Completions:
 
 def batch_of(quiet_B=QUIET, shape=SHAPE, **packing) -> TrainBatch:
     """A batch in which quiet sequences have advantage 0 and others one of their own."""
-    batch = pack_completions(completions(), shape, last_B=quiet_B, **packing)
+    batch, _ = pack_completions(completions(), shape, last_B=quiet_B, **packing)
     advantage_B = np.where(quiet_B, 0.0, np.linspace(-1, 1.5, len(quiet_B))).astype(np.float32)
     advantage = advantage_B[batch.sequence] * batch.loss_mask
     return batch.replace(advantage=advantage, old_logprob=batch.rollout_logprob)

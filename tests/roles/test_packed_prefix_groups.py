@@ -41,22 +41,22 @@ def test_by_hand():
     groups = PrefixGroups(np.array([0, 0, 1]), np.array([2, 2, 1]))
     packing = plan_packing([5, 6, 3], PackedShape(1, 1, 1, 14), prefix_groups=groups)
     np.testing.assert_array_equal(
-        packing.segment_ids[0, 0, 0], [1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0]
+        packing.fields()["segment_ids"][0, 0, 0], [1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0]
     )
     np.testing.assert_array_equal(
-        packing.prefix_ids[0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+        packing.fields()["prefix_ids"][0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
     )
     np.testing.assert_array_equal(
-        packing.positions[0, 0, 0], [0, 1, 2, 3, 4, 5, 2, 3, 4, 0, 1, 2, 0, 0]
+        packing.fields()["positions"][0, 0, 0], [0, 1, 2, 3, 4, 5, 2, 3, 4, 0, 1, 2, 0, 0]
     )
 
 
 def test_an_answer_that_lies_alone_shares_nothing():
     groups = PrefixGroups(np.array([0, 0]), np.array([3, 3]))
     packing = plan_packing([5, 5], PackedShape(1, 1, 2, 6), prefix_groups=groups)
-    np.testing.assert_array_equal(packing.prefix_ids, 0)
+    np.testing.assert_array_equal(packing.fields()["prefix_ids"], 0)
     np.testing.assert_array_equal(packing.shared, 0)
-    np.testing.assert_array_equal(packing.positions[0, 0, :, :5], [np.arange(5)] * 2)
+    np.testing.assert_array_equal(packing.fields()["positions"][0, 0, :, :5], [np.arange(5)] * 2)
 
 
 @given(grouped_batches())
@@ -70,7 +70,12 @@ def test_every_token_sees_what_came_before_it(batch):
     T = shape.tokens
     rows = [
         x.reshape(-1, T)
-        for x in (packed, packing.segment_ids, packing.prefix_ids, packing.positions)
+        for x in (
+            packed,
+            packing.fields()["segment_ids"],
+            packing.fields()["prefix_ids"],
+            packing.fields()["positions"],
+        )
     ]
     for i, value in enumerate(values):
         r, last = divmod(int(packing.starts[i] + lengths[i] - packing.shared[i] - 1), T)
@@ -89,7 +94,7 @@ def test_sharing_never_takes_more_places(batch):
     lengths, groups, shape = batch
     plain = plan_packing(lengths, shape)
     shared = plan_packing(lengths, shape, prefix_groups=groups)
-    assert (shared.segment_ids > 0).sum() <= (plain.segment_ids > 0).sum()
+    assert (shared.fields()["segment_ids"] > 0).sum() <= (plain.fields()["segment_ids"] > 0).sum()
 
 
 def test_a_long_prompt_is_laid_out_once_a_row():
@@ -97,7 +102,7 @@ def test_a_long_prompt_is_laid_out_once_a_row():
     shape = RowLimits(1, 200, 100).shape(16, minibatches=1)
     packing = plan_packing(lengths, shape, prefix_groups=groups)
     # Eight answers of ten tokens and their prompt: a row each, of 16 rows without sharing 8.
-    assert (packing.segment_ids > 0).sum() == 2 * (90 + 8 * 10)
+    assert (packing.fields()["segment_ids"] > 0).sum() == 2 * (90 + 8 * 10)
     assert packing.num_micro_U[0] == 2
     assert plan_packing(lengths, shape).num_micro_U[0] == 8
 

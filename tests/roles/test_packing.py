@@ -41,7 +41,7 @@ def dims(shape: PackedShape) -> tuple[int, int, int, int]:
 def rows_in_use(packing) -> np.ndarray:
     """Which rows hold anything, bool [U, M * R]."""
     U, M, R, _ = dims(packing.shape)
-    return (packing.segment_ids > 0).any(axis=-1).reshape(U, M * R)
+    return (packing.fields()["segment_ids"] > 0).any(axis=-1).reshape(U, M * R)
 
 
 def test_by_hand():
@@ -54,10 +54,10 @@ def test_by_hand():
     values = [np.full(n, i) for i, n in enumerate([3, 5, 1, 3], start=1)]
     np.testing.assert_array_equal(packing.pack(values, np.int32), [expected])
     np.testing.assert_array_equal(
-        packing.segment_ids, [[[[1, 1, 1, 1, 1, 2, 2, 2]], [[1, 1, 1, 2, 0, 0, 0, 0]]]]
+        packing.fields()["segment_ids"], [[[[1, 1, 1, 1, 1, 2, 2, 2]], [[1, 1, 1, 2, 0, 0, 0, 0]]]]
     )
     np.testing.assert_array_equal(
-        packing.positions, [[[[0, 1, 2, 3, 4, 0, 1, 2]], [[0, 1, 2, 0, 0, 0, 0, 0]]]]
+        packing.fields()["positions"], [[[[0, 1, 2, 3, 4, 0, 1, 2]], [[0, 1, 2, 0, 0, 0, 0, 0]]]]
     )
     np.testing.assert_array_equal(packing.num_micro_U, [2])
 
@@ -75,9 +75,9 @@ def test_every_sequence_lies_in_one_piece_in_its_own_minibatch(batch):
         # Sequences go to minibatches in order, as many to each.
         assert start // (M * R * T) == i // (len(lengths) // U)
         np.testing.assert_array_equal(
-            packing.positions.reshape(-1)[start : start + length], np.arange(length)
+            packing.fields()["positions"].reshape(-1)[start : start + length], np.arange(length)
         )
-    segment = packing.segment_ids.reshape(-1, T)
+    segment = packing.fields()["segment_ids"].reshape(-1, T)
     for owners, segments in zip(owner.reshape(-1, T), segment, strict=True):
         real = owners >= 0
         np.testing.assert_array_equal(segments > 0, real)
@@ -85,7 +85,7 @@ def test_every_sequence_lies_in_one_piece_in_its_own_minibatch(batch):
         pairs = set(zip(owners[real].tolist(), segments[real].tolist(), strict=True))
         assert sorted(s for _, s in pairs) == list(range(1, len(set(owners[real])) + 1))
         assert np.all(np.diff(real.astype(int)) <= 0)
-    assert np.all(packing.positions.reshape(-1)[owner == -1] == 0)
+    assert np.all(packing.fields()["positions"].reshape(-1)[owner == -1] == 0)
 
 
 def test_last_sequences_lie_in_the_last_rows_by_hand():
@@ -120,7 +120,7 @@ def test_unpacking_is_the_inverse_of_packing(batch, seed):
     packed = packing.pack(values, np.float32)
     assert packed.shape == dims(shape)
     assert packed.dtype == np.float32
-    assert np.all(packed[packing.segment_ids == 0] == 0), "padding is 0"
+    assert np.all(packed[packing.fields()["segment_ids"] == 0] == 0), "padding is 0"
     for original, back in zip(values, packing.unpack(packed), strict=True):
         np.testing.assert_array_equal(back, original)
 
@@ -141,7 +141,7 @@ def test_microbatches_in_use_are_counted_and_come_first(batch):
 @given(batches())
 def test_at_most_one_row_of_a_minibatch_is_half_empty(batch):
     lengths, shape = batch
-    filled = (plan_packing(lengths, shape).segment_ids > 0).sum(-1)
+    filled = (plan_packing(lengths, shape).fields()["segment_ids"] > 0).sum(-1)
     for rows in filled.reshape(shape.minibatches, -1):
         assert np.sum(rows[rows > 0] * 2 <= shape.tokens) <= 1
 
@@ -181,10 +181,12 @@ def test_shards_change_nothing_but_the_order_of_rows(batch, shards):
     np.testing.assert_array_equal(plain.num_micro_U, dealt.num_micro_U)
     U, M, R, T = dims(shape)
     for one, other in zip(
-        plain.segment_ids.reshape(-1, R, T), dealt.segment_ids.reshape(-1, R, T), strict=True
+        plain.fields()["segment_ids"].reshape(-1, R, T),
+        dealt.fields()["segment_ids"].reshape(-1, R, T),
+        strict=True,
     ):
         assert sorted(map(tuple, one)) == sorted(map(tuple, other)), "the same rows in a microbatch"
-    used = (dealt.segment_ids > 0).any(-1).reshape(U, M, shards, -1).sum(-1)
+    used = (dealt.fields()["segment_ids"] > 0).any(-1).reshape(U, M, shards, -1).sum(-1)
     assert np.all(used.max(-1) - used.min(-1) <= R // shards), "no shard has more than its rows"
 
 

@@ -47,7 +47,7 @@ def make_pairs(num=6, seed=0):
 
 def test_a_packed_pair_by_hand():
     pair = pair_of([5, 6], [7, 2], [3], margin=0.5, harms=(-1, 1))
-    batch = pack_pairs([pair], PackedShape(1, 1, 1, 9))
+    batch, _ = pack_pairs([pair], PackedShape(1, 1, 1, 9))
     fields = {name: getattr(batch, name)[0, 0, 0].tolist() for name in ("tokens", "positions")}
     assert fields["tokens"] == [5, 6, 7, 2, 5, 6, 3, 0, 0]
     assert fields["positions"] == [0, 1, 2, 3, 0, 1, 2, 0, 0]
@@ -75,7 +75,7 @@ def test_scores_are_compared_pair_by_pair(learner):
     results = []
     for shape in (ONE_EACH, PACKED):
         learner.start_from(random_weights())
-        batch = pack_pairs(pairs, shape)
+        batch, _ = pack_pairs(pairs, shape)
         scores = np.asarray(learner.scores_of(batch)).reshape(-1)
         order, ends = np.asarray(batch.sequence).reshape(-1), scores != 0
         # The chosen answer of a pair comes first.
@@ -92,7 +92,7 @@ def test_scores_are_compared_pair_by_pair(learner):
 def test_a_reward_model_learns_what_is_preferred(learner):
     learner.start_from(init_params(MODEL, jax.random.key(1)))
     pairs = [pair._replace(margin=0.0) for pair in make_pairs(seed=1)]
-    batch = pack_pairs(pairs, ONE_EACH)
+    batch, _ = pack_pairs(pairs, ONE_EACH)
     metrics = [learner.update(batch, BRADLEY_TERRY) for _ in range(60)]
     # The head starts at 0, so all pairs tie.
     assert float(metrics[0]["accuracy"]) == 0.5
@@ -109,7 +109,7 @@ def actor() -> Actor:
 @pytest.mark.parametrize("name", ["dpo", pytest.param("ipo", marks=pytest.mark.long)])
 def test_preference_optimisation_moves_the_policy_towards_the_chosen(name, actor):
     actor.init()
-    batch = pack_pairs(make_pairs(), ONE_EACH)
+    batch, _ = pack_pairs(make_pairs(), ONE_EACH)
     batch = batch.replace(ref_logprob=actor.logprobs(batch))
     objective = policy_pair_objective(name, {"beta": 0.1})
     metrics = [actor.update(batch, objective) for _ in range(20)]

@@ -325,7 +325,7 @@ def test_the_ratio_is_one_at_the_first_update(layout):
     actor = fresh(layout, ADAM)
     options = SamplingOptions(num_samples=4, seed=0, step=0, temperature=0.9)
     completions = actor.generate(PROMPTS, options)
-    batch = actor.place(pack_completions(completions, TWO_UPDATES))
+    batch = actor.place(pack_completions(completions, TWO_UPDATES)[0])
     advantage = np.linspace(-1, 1, batch.tokens.size, dtype=np.float32)
     batch = batch.replace(
         old_logprob=actor.logprobs(batch), advantage=advantage.reshape(batch.tokens.shape)
@@ -420,7 +420,7 @@ def step_of_top_entropy(layout, shape: PackedShape, *, bypass: bool, share_promp
         rollout_logprob=tuple(np.split(rollout_N, ends[:-1])),
     )
     actor = fresh(layout)
-    batch = pack_completions(completions, shape, top_entropy=0.5, share_prompts=share_prompts)
+    batch, _ = pack_completions(completions, shape, top_entropy=0.5, share_prompts=share_prompts)
     advantage = advantage_B[np.asarray(batch.sequence)] * batch.loss_mask
     batch = actor.place(batch.replace(advantage=advantage))
     now = actor.logprobs(batch)

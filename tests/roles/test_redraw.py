@@ -55,7 +55,7 @@ def actor() -> Actor:
 
 
 def fraction(actor: Actor, completions: Completions, options: SamplingOptions, **packing) -> float:
-    batch = actor.place(pack_completions(completions, SHAPE, **packing))
+    batch = actor.place(pack_completions(completions, SHAPE, **packing)[0])
     draws = draws_of(completions, options)
     assert draws is not None
     return float(actor.same_tokens(batch, draws))
@@ -117,7 +117,7 @@ def test_a_repetition_penalty_cannot_be_repeated(actor):
 
 def test_only_trained_tokens_count(actor):
     completions = actor.generate(PROMPTS, OPTIONS)
-    batch = actor.place(pack_completions(completions, SHAPE))
+    batch = actor.place(pack_completions(completions, SHAPE)[0])
     draws = draws_of(completions, OPTIONS)
     none = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
     assert np.isnan(float(actor.same_tokens(none, draws)))

@@ -48,7 +48,7 @@ def step(shape, correction, *, shares, layout=ONE_DEVICE):
     batch = actor.place(packed(sequences(), shape))
     # Whatever it holds, it is not looked at.
     batch = batch.replace(old_logprob=batch.old_logprob * np.nan)
-    experience = phase.logprobs(Experience(None, batch, {}))
+    experience = phase.logprobs(Experience(None, batch, {}, None))
     metrics = experience.metrics | phase.update(experience)
     return jax.device_get(actor.state.params), jax.device_get(metrics), seen[0].batch
 
@@ -101,7 +101,9 @@ def test_while_the_actor_is_frozen_the_gap_is_still_reported():
         shares_forward=True,
         frozen_steps=1,
     )
-    experience = phase.logprobs(Experience(None, actor.place(packed(sequences(), PACKED)), {}))
+    experience = phase.logprobs(
+        Experience(None, actor.place(packed(sequences(), PACKED)), {}, None)
+    )
     assert "rollout_corr/kl" in experience.metrics
     assert "rollout_corr/kl" not in phase.update(experience)
 

@@ -42,7 +42,7 @@ def completions(seed: int = 0) -> Completions:
 def batches(shape: PackedShape = SHAPE):
     """The same answers, each with its prompt and sharing it; advantages by answer."""
     for share_prompts in (False, True):
-        batch = pack_completions(completions(), shape, share_prompts=share_prompts)
+        batch, _ = pack_completions(completions(), shape, share_prompts=share_prompts)
         of_answer = np.random.default_rng(1).normal(size=13).astype(np.float32)
         yield batch.replace(advantage=of_answer[batch.sequence] * batch.loss_mask)
 
@@ -145,9 +145,11 @@ def test_a_reward_model_scores_each_answer_once():
 
 
 def test_padding_and_work_count_what_is_computed():
-    plain, shared = batches()
     actor = fresh(train=SHARES)
-    of_plain, of_shared = (work_metrics(actor, batch) for batch in (plain, shared))
+    of_plain, of_shared = (
+        work_metrics(actor, pack_completions(completions(), SHAPE, share_prompts=shares)[1])
+        for shares in (False, True)
+    )
     assert 0 < of_shared["perf/padding"] < 1
     assert of_shared["perf/update_tflop"] < of_plain["perf/update_tflop"]
 

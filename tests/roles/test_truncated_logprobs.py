@@ -58,7 +58,7 @@ def sampled(actor: Actor, shape=ONE_EACH, **options):
         truncation=truncation_of(**LIMITS, renormalized=True),
     )
     completions = actor.generate(PROMPTS, sampling)
-    batch = pack_completions(completions, shape, **options)
+    batch, _ = pack_completions(completions, shape, **options)
     rng = np.random.default_rng(0)
     advantage = rng.normal(size=batch.tokens.shape).astype(np.float32) * batch.loss_mask
     return actor.place(batch.replace(advantage=advantage))
@@ -95,7 +95,7 @@ def test_the_ratio_is_one_in_the_first_minibatch(shares):
     actor = limited()
     seen = []
     phase = phase_of(actor, shares=shares, look=seen.append)
-    experience = phase.logprobs(Experience(None, sampled(actor), {}))
+    experience = phase.logprobs(Experience(None, sampled(actor), {}, None))
     metrics = jax.device_get(experience.metrics | phase.update(experience))
     assert metrics["actor/first_ratio_max_deviation"] <= (0 if shares else 1e-5)
     assert metrics[MASKED] == 0
@@ -139,7 +139,7 @@ def test_old_logprobs_of_tokens_outside_are_those_of_the_sampler():
     batch = packed(sequences())
     is_outside = outside(actor, batch)
     phase = phase_of(actor, shares=False)
-    experience = phase.logprobs(Experience(None, actor.place(batch), {}))
+    experience = phase.logprobs(Experience(None, actor.place(batch), {}, None))
     old = np.asarray(experience.batch.old_logprob)
     np.testing.assert_array_equal(old[is_outside], batch.rollout_logprob[is_outside])
     assert np.isfinite(old[batch.loss_mask > 0]).all()
@@ -152,7 +152,7 @@ def test_tokens_that_an_update_moves_out_are_masked_in_the_next():
     actor = limited()
     batch = sampled(actor, TWO_UPDATES)
     phase = phase_of(actor, shares=True)
-    experience = phase.logprobs(Experience(None, batch, {}))
+    experience = phase.logprobs(Experience(None, batch, {}, None))
     assert not np.isneginf(np.asarray(experience.batch.old_logprob)).any()
     metrics = jax.device_get(phase.update(experience))
     assert 0 < metrics[MASKED] < 0.5
@@ -172,7 +172,7 @@ def test_a_policy_that_has_not_moved_has_no_kl_to_its_reference():
     reference = Reference(MODEL, actor.mesh, train=TRAIN, temperature=0.9)
     reference.load(jax.device_put(first_state().params, reference.train_shardings))
     batch = sampled(actor)
-    experience = Experience(None, batch.replace(old_logprob=actor.logprobs(batch)), {})
+    experience = Experience(None, batch.replace(old_logprob=actor.logprobs(batch)), {}, None)
     batch = ReferencePhase(actor, reference, NoTimer(), asked=True).logprobs(experience).batch
     is_trained = np.asarray(batch.loss_mask) > 0
     assert_close(
@@ -235,12 +235,12 @@ def test_in_bfloat16_at_a_width_of_256():
     )
     completions = actor.generate(PROMPTS, options)
     shape = PackedShape(minibatches=1, microbatches=2, rows=8, tokens=48)
-    batch = pack_completions(completions, shape)
+    batch, _ = pack_completions(completions, shape)
     batch = actor.place(batch.replace(advantage=batch.loss_mask.copy()))
     whole = np.concatenate(completions.rollout_logprob)
     assert len(whole) > 200 and whole.std() > 0.3
     phase = phase_of(actor, shares=True)
-    experience = phase.logprobs(Experience(None, batch, {}))
+    experience = phase.logprobs(Experience(None, batch, {}, None))
     metrics = jax.device_get(phase.update(experience))
     assert metrics["actor/first_ratio_max_deviation"] == 0
     assert 0 <= metrics[MASKED] < 0.03

@@ -190,7 +190,7 @@ def pack(completions: Completions, shape: PackedShape):
     packing = plan_packing([len(s) for s in sequences], shape)
     batch = PackedBatch(
         tokens=packing.pack(sequences, np.int32),
-        loss_mask=(packing.segment_ids > 0).astype(np.float32),
+        loss_mask=(packing.fields()["segment_ids"] > 0).astype(np.float32),
         **packing.fields(),
     )
     return packing, batch
@@ -200,7 +200,7 @@ def pack(completions: Completions, shape: PackedShape):
 def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
     actor = actor_of(*layout)
     packing, batch = pack(expected, RowLimits(2, 24, T + R).shape(21, minibatches=3))
-    assert (packing.segment_ids > 1).any()
+    assert (packing.fields()["segment_ids"] > 1).any()
     trainer = packing.unpack(actor.logprobs(actor.place(batch)))
     for (_, response, logprob, _), whole in zip(answers(expected), trainer, strict=True):
         assert_close(whole[-len(response) :], logprob, scale=1)

@@ -159,11 +159,10 @@ def test_the_trainers_logprobs_find_their_tokens(make_scored):
     completions = make_scored([5, 6, 3], num_samples=2).completions
     longest = max(len(t) for t in completions.tokens) + 3
     shape = RowLimits(2, 2 * longest, longest).shape(6, minibatches=2)
-    packed = pack_completions(completions, shape)
+    packed, packing = pack_completions(completions, shape)
     # A number for each token that says which it is: those of a response are its own tokens.
-    found = logprobs_by_response(
-        packed, packed.tokens.astype(np.float32), completions.lengths_B[:4].tolist()
-    )
+    rows = np.asarray(packed.tokens)[packing.rows(packing.starts[:4])].astype(np.float32)
+    found = logprobs_by_response(packing, rows, completions.lengths_B[:4].tolist())
     assert list(found) == [0, 1, 2, 3]
     for b, value in found.items():
         np.testing.assert_array_equal(value, completions.tokens[b].astype(np.float32))

@@ -57,7 +57,7 @@ def test_microbatches_are_those_of_a_packed_batch(prompts, mean, tokens, rows, s
     real, filled = packed(work, rows), filled_rows(work)
     found = filled.microbatches(rows, fill_minibatches=False)
     assert found == pytest.approx(real.num_micro_U.mean())
-    some = (real.segment_ids > 0).sum(-1)
+    some = (real.fields()["segment_ids"] > 0).sum(-1)
     assert sum(filled.rows_U) == (some > 0).sum()
     unused = work.row_tokens - some[some > 0]
     assert filled.unused == pytest.approx(unused.mean())
@@ -87,7 +87,8 @@ def test_pairs_are_those_of_the_tiles_with_a_visible_pair_on_the_busiest_replica
     )
     rows = replicas * parts * together
     real, T = packed(work, rows, replicas), work.row_tokens
-    prefix = np.zeros_like(real.segment_ids) if real.prefix_ids is None else real.prefix_ids
+    ids = real.fields()["segment_ids"]
+    prefix = real.fields().get("prefix_ids", np.zeros_like(ids))
     distance = np.arange(T)[:, None] - np.arange(T)
     before = (distance >= 0) & (distance < (reach or T))
     starts = range(0, T, block)
@@ -98,9 +99,7 @@ def test_pairs_are_those_of_the_tiles_with_a_visible_pair_on_the_busiest_replica
             for part in range(replicas * parts):
                 here = slice(part * together, (part + 1) * together)
                 seen = np.zeros((T, T), bool)
-                for own, of_prefix in zip(
-                    real.segment_ids[u, m, here], prefix[u, m, here], strict=True
-                ):
+                for own, of_prefix in zip(ids[u, m, here], prefix[u, m, here], strict=True):
                     seen |= (own[:, None] == own) & (own > 0)
                     seen |= (of_prefix[:, None] == own) & (of_prefix[:, None] > 0)
                 seen &= before
@@ -192,7 +191,7 @@ def test_tiles_and_flops_are_those_of_the_compiled_program(monkeypatch):
     real = packed(work, together)
     program = jax.jit(attend)
     micros = int(real.num_micro_U[0])
-    for ids in real.segment_ids[0, :micros]:
+    for ids in real.fields()["segment_ids"][0, :micros]:
         jax.block_until_ready(program(*arrays(work.row_tokens), jnp.asarray(ids)))
     jax.effects_barrier()
     found = pairs_of_a_row(work, together, 1, block, None)
