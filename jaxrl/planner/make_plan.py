@@ -110,24 +110,15 @@ def trace_plan(
         planned_pool(pool, (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)))
         for pool in roles.pools.values()
     )
-    notes = [("shape of the model", roles.models.origin), *roles.models.assumed]
+    slots = ()
     if slots_are_chosen:
         size = f"{memory / 1e9:.0f} GB"
-        slots = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
-        notes.append(("rollout.slots", slots))
-    if config.rollout.partial:
-        waits = "unfinished samples wait on the host from one step to the next"
-        notes.append(("rollout.max_staleness", waits))
-    if config.sft.num_steps:
-        notes.append(("SFT", "the stage before: the same weights, batches of its own"))
-    left_out = ()
-    if config.cost.pretrain_coef and "cost" in roles.roles.others:
-        left_out = (("cost.pretrain_coef", "the batch of written solutions in every update"),)
+        chosen = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
+        slots = (("rollout.slots", chosen),)
     return Plan(
         title=f"{config.name}, {algorithm.dataflow.title}",
         pools=pools,
-        notes=(*notes, *describe_flow(roles), *operations),
-        left_out=left_out,
+        notes=(*slots, *_notes(roles), *operations),
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
     )
 
@@ -187,7 +178,7 @@ def compile_plan(
     return Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
         pools=planned,
-        notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
+        notes=tuple(_notes(roles)),
         target=topology,
         times=step_times(roles, cluster, load, seconds),
     )
@@ -243,26 +234,20 @@ def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Top
 
 
 def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
-    config, engine = roles.config, roles.engine
-    yield (
-        "slots",
-        f"{engine.config.slots:,} over {engine.shards} replicas, {engine.config.slots // engine.shards} on "
-        f"each, room for {engine.cache_sizes[-1]:,} tokens in each",
-    )
-    if (pages := engine.pages) is not None:
-        yield (
-            "pages",
-            f"{pages.num_pages - 1:,} of {pages.page_tokens} tokens on each replica, for all its slots",
-        )
+    config = roles.config
+    yield "shape of the model", roles.models.origin
+    yield from roles.models.assumed
     if config.rollout.partial:
         yield (
             "rollout.max_staleness",
-            "unfinished samples are prefilled again, which is not in the lower bound",
+            "unfinished samples wait on the host between steps; that they are prefilled again is not in the "
+            "lower bound",
         )
-    if config.cost.pretrain_coef and "cost" in roles.roles.others:
-        yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"
     if config.sft.num_steps:
-        yield "SFT", "not planned: the same weights, batches of its own"
+        yield "SFT", "not planned: the stage before has the same weights, and batches of its own"
+    yield from describe_flow(roles)
+    if config.cost.pretrain_coef and "cost" in roles.roles.others:
+        yield "not counted: cost.pretrain_coef", "the batch of written solutions in every update"
 
 
 def peak_memory_line(config: Config) -> str:

@@ -113,11 +113,6 @@ class Turns:
     costs: np.ndarray
     options: np.ndarray
 
-    @staticmethod
-    def of_no_roles() -> Turns:
-        """The start: one combination of no roles, without costs."""
-        return Turns(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
-
     def with_role(self, own: np.ndarray, *, budget: float, most_s: float) -> Turns:
         """Combines each combination with each option of another role, and keeps the Pareto front.
 
@@ -186,13 +181,6 @@ def _splits(model: ModelConfig, t: int, most: int) -> bool:
     # Whether t tensor shards, at most `most`, divide the model.
     widths = (model.d_ff, model.shared_d_ff, model.dense_d_ff)
     return t <= most and not any(n % t for n in (model.num_heads, model.vocab_size, *widths))
-
-
-def generations_of(layout: ParallelLayout) -> Iterator[ParallelLayout]:
-    """The layout with every p_g and t_g: divisors of p and t, or its own t_g, if that takes replicas."""
-    tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
-    for p_g, t_g in itertools.product(divisors(layout.p), tensor):
-        yield dataclasses.replace(layout, p_g=p_g, t_g=t_g)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,8 +274,10 @@ class GenerationChoice:
         # Options of the same groups share their times.
         by_groups: dict[GenerationGroups, list[int]] = {}
         for i, layout in enumerate(options.layouts):
-            for generating in generations_of(layout):
-                groups = self._simulator.groups(generating)
+            # Every divisor of p and t, or the layout's own t_g, if that takes replicas.
+            tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
+            for p_g, t_g in itertools.product(divisors(layout.p), tensor):
+                groups = self._simulator.groups(dataclasses.replace(layout, p_g=p_g, t_g=t_g))
                 by_groups.setdefault(groups, []).append(i)
         # In a fixed order, so that of equally fast choices each search takes the same.
         for groups, rows in sorted(by_groups.items()):
@@ -413,7 +403,8 @@ class PoolSolver:
 
     def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
         # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.
-        found, budget = Turns.of_no_roles(), self._problem.budget_bytes
+        # At first one combination of no roles, without costs.
+        found, budget = Turns(np.zeros((1, 4)), np.zeros((1, 0), int)), self._problem.budget_bytes
         for i, name in enumerate(names):
             # Reserve the least seconds that the later roles need.
             later_s = self.least_passes_s(names[i + 1 :], devices)
