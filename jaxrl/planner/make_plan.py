@@ -43,8 +43,7 @@ from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.slot_choice import with_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import step_times
-from jaxrl.trainer.algorithm import algorithm_of, pools_of
-from jaxrl.trainer.roles import check_role_batches
+from jaxrl.trainer.algorithm import pools_of
 from jaxrl.types import TrainBatch, ValueBatch
 
 # Assumed memory of a device if a config chooses its slots by memory and no device is known.
@@ -73,13 +72,12 @@ def trace_plan(
             'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
             "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
         )
-    algorithm, meshes = algorithm_of(config), abstract_meshes(config)
+    meshes = abstract_meshes(config)
     slots_are_chosen = config.rollout.slots == "auto"
     memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
     # The roles below have as many slots as were chosen.
-    config = with_slots(config, algorithm, meshes, memory)
-    check_role_batches(config, meshes)
-    roles = planned_roles(config, algorithm, meshes)
+    config = with_slots(config, meshes, memory)
+    roles = planned_roles(config, meshes)
     if cluster is not None:
         pools = tuple(roles.pools.values())
         check_num_devices(pools, cluster.name, cluster.accelerator, cluster.num_devices)
@@ -116,7 +114,7 @@ def trace_plan(
         chosen = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
         slots = (("rollout.slots", chosen),)
     return Plan(
-        title=f"{config.name}, {algorithm.dataflow.title}",
+        title=f"{config.name}, {roles.algorithm.dataflow.title}",
         pools=pools,
         notes=(*slots, *_notes(roles), *operations),
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
@@ -192,8 +190,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
       topology: devices to compile for.
       watch: function called with each program that is compiled to choose the number of slots.
     """
-    algorithm = algorithm_of(config)
-    pools = pools_of(config, algorithm.roles)
+    pools = pools_of(config)
     check_num_devices(pools, topology.name, topology.accelerator, len(topology.devices))
     meshes = meshes_on(config, topology.devices)
 
@@ -202,11 +199,8 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
         watch(found)
         return found.total
 
-    memory = topology.memory_bytes
-    config = with_slots(config, algorithm, meshes, memory, compile_and_watch)
-    roles = planned_roles(config, algorithm, meshes)
-    check_role_batches(config, meshes)
-    return roles
+    config = with_slots(config, meshes, topology.memory_bytes, compile_and_watch)
+    return planned_roles(config, meshes)
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
