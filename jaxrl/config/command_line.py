@@ -70,7 +70,17 @@ def run(
     program, *arguments = sys.argv if argv is None else argv
     switches = switches or {}
     overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
-    own, groups = _parse_own_flags(program, rest, switches)
+    # A FlagValues of its own instead of absl's global one: a process may run several commands.
+    own = flags.FlagValues()
+    flags.DEFINE_string("config", None, "recipe file", flag_values=own)
+    flags.DEFINE_boolean("help", False, "show the settings", short_name="h", flag_values=own)
+    for name, text in switches.items():
+        flags.DEFINE_boolean(name, False, text, flag_values=own)
+    try:
+        # What is no flag are names of groups after --help.
+        _, *groups = own([program, *rest])
+    except flags.Error as error:
+        raise UserError(f"{error} (--help lists all flags and settings)") from error
     if own["help"].value:
         print(_usage(program, command, config_class, switches, groups))
         return 0
@@ -290,23 +300,6 @@ def take_overrides(
         else:
             rest.append(argument)
     return overrides, rest
-
-
-def _parse_own_flags(
-    program: str, arguments: Sequence[str], switches: Mapping[str, str]
-) -> tuple[flags.FlagValues, list[str]]:
-    """(the flags, the arguments that are none: names of groups after --help)."""
-    # A FlagValues of its own instead of absl's global one: a process may run several commands.
-    own = flags.FlagValues()
-    flags.DEFINE_string("config", None, "recipe file", flag_values=own)
-    flags.DEFINE_boolean("help", False, "show the settings", short_name="h", flag_values=own)
-    for name, text in switches.items():
-        flags.DEFINE_boolean(name, False, text, flag_values=own)
-    try:
-        _, *positional = own([program, *arguments])
-    except flags.Error as error:
-        raise UserError(f"{error} (--help lists all flags and settings)") from error
-    return own, positional
 
 
 def told_names(cls: type) -> tuple[str, ...]:

@@ -565,16 +565,13 @@ def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestTyp
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _invalid(kind, error) from error
-
-
-def _invalid(kind: type[RequestType], error: ValidationError) -> ApiError:
-    """Converts the first of pydantic's errors to an answer."""
-    found = error.errors(include_url=False)[0]
+        invalid = error
+    # The first of pydantic's errors as an answer.
+    found = invalid.errors(include_url=False)[0]
     location, context = found["loc"], found.get("ctx", {})
     if found["type"] == "refused":
         where = _path((*location, *context["path"]))
-        return ApiError(where + context["fault"], param=where)
+        raise ApiError(where + context["fault"], param=where) from invalid
     parts = (StreamOptions, SamplingParams, CalledFunction, ToolCallPart, Message, kind)
     rules = {
         name: field.description
@@ -597,7 +594,7 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> ApiError:
         message = f"{where}{shown}: this server does not have it; leave it out"
     else:
         message = f"{where} is {shown}; it must be {rule}" if shown else f"{where} must be {rule}"
-    return ApiError(message, param=where)
+    raise ApiError(message, param=where) from invalid
 
 
 def _path(location: Sequence[int | str]) -> str:
