@@ -53,8 +53,6 @@ class SftConfig:
     """Optimiser of this stage."""
     save_every: Annotated[int, steps(1)] = 200
     """Number of steps between checkpoints."""
-    log_every: Annotated[int, steps(1)] = 1
-    """Number of steps between rows of the log."""
 
     def __post_init__(self):
         if self.run and not self.num_steps:
