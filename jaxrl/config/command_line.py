@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
 
+from jaxrl.checks import bare
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
 from jaxrl.flags import help_of
@@ -181,7 +182,7 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
 
 def _parsed(text: str, kind: Any) -> Any:
     """The value that a text means for a setting of a type. Text of another type stays text."""
-    inner = config_tree.without_none(kind)
+    inner = bare(kind)
     is_text = inner is str or all(isinstance(x, str) for x in typing.get_args(inner) or (0,))
     if text.lower() == "none" and (config_tree.accepts_none(kind) or not is_text):
         return None

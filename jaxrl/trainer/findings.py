@@ -24,7 +24,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, take_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
-from jaxrl.tracking.run_config import split_logger
+from jaxrl.tracking.run_folder import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 from jaxrl.user_code import bundled_file, load_agent, load_function

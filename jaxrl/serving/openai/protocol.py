@@ -214,8 +214,9 @@ class _RequestPart(BaseModel):
     """An object of a request. Numbers are not converted to text, and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    # Fields that are accepted and not read.
+    # Fields that are accepted and not read; and whether all others that are unknown are, if they are empty.
     IGNORED: ClassVar[tuple[str, ...]] = ()
+    IGNORES_EMPTY: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -226,14 +227,10 @@ class _RequestPart(BaseModel):
         # Not `model_fields`, whose look-up takes longer than the rest.
         fields = cls.__pydantic_fields__
         for name, value in body.items():
-            if name not in fields and name not in cls.IGNORED and not cls._means_nothing(value):
+            ignored = name in cls.IGNORED or (cls.IGNORES_EMPTY and not value)
+            if name not in fields and not ignored:
                 raise _refused("is no field of this request", _short(name))
         return {name: value for name, value in body.items() if name in fields and value is not None}
-
-    @classmethod
-    def _means_nothing(cls, value: Any) -> bool:
-        """Whether this value of an unsupported field can be ignored."""
-        return False
 
 
 class StreamOptions(_RequestPart):
@@ -275,6 +272,9 @@ class ToolCallPart(_OpenPart):
 class Message(_RequestPart):
     """A message of a chat."""
 
+    # Clients send answers back unchanged, with empty lists of annotations.
+    IGNORES_EMPTY = True
+
     role: _Text = Field(description="a text")
     content: _Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
         default=None, description="a text, or a list of text parts"
@@ -286,11 +286,6 @@ class Message(_RequestPart):
         default_factory=list, description="a list of calls, each with an id and a function"
     )
     tool_call_id: _Text = Field(default="", description="a text")
-
-    @classmethod
-    def _means_nothing(cls, value: Any) -> bool:
-        # Clients send answers back unchanged, with empty lists of annotations.
-        return not value
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Message:
