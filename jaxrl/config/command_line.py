@@ -15,6 +15,7 @@ recipe as text only.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import math
 import pathlib
@@ -305,9 +306,12 @@ def take_overrides(
 
 def told_names(cls: type) -> tuple[str, ...]:
     """Dotted names of the fields of `cls` whose values come from the model's files."""
-    names = getattr(cls, "FROM_CHECKPOINT", ())
-    for name, annotation in typing.get_type_hints(cls).items():
-        if group := config_tree.group_class(annotation):
+    names: tuple[str, ...] = ()
+    hints = typing.get_type_hints(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        if name not in getattr(cls, "SETTINGS", (name,)):
+            names += (name,)
+        elif group := config_tree.group_class(hints[name]):
             names += tuple(f"{name}.{told}" for told in told_names(group))
     return names
 

@@ -111,14 +111,14 @@ def _plain(value: Any) -> Any:
 def leaf_types(cls: type) -> dict[str, Any]:
     """The annotation of every setting of `cls` by dotted name, in the order of the fields.
 
-    An optional group is listed before its settings, because it can itself be set to None. Fields listed in
-    a class's `FROM_CHECKPOINT` are left out: their values come from the model's files.
+    An optional group is listed before its settings, because it can itself be set to None. Of a class
+    with `SETTINGS` only these are listed: the others come from the model's files.
     """
     leaves = {}
     # Not the fields' types: these are text under `from __future__ import annotations`.
     for name, annotation in typing.get_type_hints(cls).items():
         if (
-            name in getattr(cls, "FROM_CHECKPOINT", ())
+            name not in getattr(cls, "SETTINGS", (name,))
             or typing.get_origin(annotation) is typing.ClassVar
         ):
             continue
