@@ -4,14 +4,15 @@
     python benchmarks/accelerator.py --part B     the update and decoding of Qwen2.5-1.5B, a stored executable
     python benchmarks/accelerator.py --part lm ...   a real model, trained: `carried_lm.py run ...`
 
-    A  versions, roofs, attention, decode_attention, decode_blocks, experts, same_tokens, tf32
+    A  versions, roofs, attention_speed, decode_blocks, experts,
+       attention_kernels, decode_attention, same_tokens, tf32
     B  update, decode, executable, demo
 
-Each part is meant to end within nine minutes on one GPU; a check that would begin after `--limit_s` is left
-out and says so. Each is tried for itself: one that fails is a line with its error. Only jax, flax, optax,
-pydantic and numpy are needed, no network and no files; the demo is left out where it lacks a package. On
-CPU, or with --small, shapes are small and kernels are interpreted: so the script is tried without an
-accelerator.
+What is timed comes first. Each part is meant to end within nine minutes on one GPU; a check that would begin
+after `--limit_s` is left out and says so. Each is tried for itself: one that fails is a line with its error.
+Only jax, flax, optax, pydantic and numpy are needed, no network and no files; the demo is left out where it
+lacks a package. On CPU, or with --small, shapes are small and kernels are interpreted: so the script is tried
+without an accelerator.
 
 Lines have `check`, `ok` and `seconds`; what else is in them is said at each function. Errors are the largest
 difference to float32 by XLA, against the largest of its values.
@@ -20,8 +21,10 @@ difference to float32 by XLA, against the largest of its values.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -43,14 +46,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.hardware import roof_of
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.attention import attention, pick_implementation
+from jaxrl.models.attention import IMPLEMENTATIONS, attention, pick_implementation
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import cache_of
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
 from jaxrl.models.kernels import paged_attention as paged
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
@@ -66,6 +70,7 @@ from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
 ROOT = pathlib.Path(__file__).parents[1]
+Line = dict[str, Any]
 CHECKS: dict[str, list[Callable[..., Any]]] = {"A": [], "B": []}
 TINY = ModelConfig(
     vocab_size=512, num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16
@@ -120,6 +125,19 @@ def error(value: Any, truth: Any) -> float:
     return worst
 
 
+@contextlib.contextmanager
+def attempt(line: Line):
+    """Adds an error to a line, so that a check goes on with its other cases."""
+    try:
+        yield
+    # Of every kind: what fails is what one wants to know.
+    except Exception as failure:
+        where = traceback.extract_tb(failure.__traceback__)[-1]
+        line["ok"] = False
+        line["error"] = f"{type(failure).__name__}: {failure}"[:500]
+        line["at"] = f"{where.filename}:{where.lineno}"
+
+
 # Part A
 
 
@@ -159,31 +177,35 @@ def roofs(scale: Scale):
 
 
 @check("A")
-def attention_kernels(scale: Scale):
-    """The platform's attention, forward and backward, against float32 by XLA; XLA in its type beside it."""
-    lengths = (77,) if scale.small else (1024, 1000, 777)
-    implementation = pick_implementation(jax.default_backend(), scale.dtype)
-    for heads, kv_heads in ((4, 2),) if scale.small else ((12, 2), (28, 4), (10, 2)):
-        for length in lengths:
-            arrays = _attention_inputs(heads, kv_heads, length, 32 if scale.small else 128)
-            truth = _attended("xla", "highest")(*arrays)
-            narrow = [x.astype(scale.dtype) if x.dtype == jnp.float32 else x for x in arrays]
-            yield {
-                "heads": [heads, kv_heads],
-                "length": length,
-                "implementation": implementation,
-                "error": error(_attended(implementation)(*narrow), truth),
-                "error_of_xla": error(_attended("xla")(*narrow), truth),
-            }
-    length = 256 if scale.small else 8192
-    arrays = [
-        x.astype(scale.dtype) if x.dtype == jnp.float32 else x
-        for x in _attention_inputs(12, 2, length, 32 if scale.small else 128, segments=1)
-    ]
-    spent = seconds(_attended(implementation), *arrays)
-    # Causal: half of the scores; a backward pass is two and a half times a forward one.
-    flops = 3.5 * 2 * 2 * 12 * length**2 * arrays[0].shape[-1] / 2
-    yield {"length": length, "seconds_forward_backward": spent, "tflops": flops / spent / 1e12}
+def attention_speed(scale: Scale):
+    """TFLOP/s of attention forward and backward, by implementation, length and segments of the row."""
+    size, heads, kv_heads = (32, 4, 2) if scale.small else (128, 12, 2)
+    for length in (256,) if scale.small else (8192, 32768):
+        for segments in (1, 8):
+            arrays = _narrow(scale, _attention_inputs(heads, kv_heads, length, size, segments))
+            # Causal: half of the scores of each segment, of equal lengths on average; a backward pass is two
+            # and a half times a forward one.
+            sizes = np.bincount(np.asarray(arrays[3])[0])
+            flops = 3.5 * 2 * 2 * heads * size * float(np.square(sizes, dtype=float).sum()) / 2
+            for name in _implementations(scale):
+                line = {"length": length, "segments": segments, "implementation": name}
+                with attempt(line):
+                    spent = seconds(_attended(name), *arrays, rounds=3)
+                    line |= {"seconds_forward_backward": spent, "tflops": flops / spent / 1e12}
+                yield line
+
+
+def _implementations(scale: Scale) -> list[str]:
+    """Implementations of attention that run here."""
+    device, found = jax.devices()[0], []
+    for name in IMPLEMENTATIONS:
+        with contextlib.suppress(UserError):
+            found.append(pick_implementation(device.platform, scale.dtype, name, device=device))
+    return found
+
+
+def _narrow(scale: Scale, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    return [x.astype(scale.dtype) if x.dtype == jnp.float32 else x for x in arrays]
 
 
 def _attention_inputs(heads: int, kv_heads: int, length: int, size: int, segments: int = 3):
@@ -200,7 +222,10 @@ def _attended(implementation: str, precision: str | None = None):
     def run(q, k, v, ids, cotangent):
         with jax.default_matmul_precision(precision or "default"):
             out, pull = jax.vjp(
-                lambda *new: attention(*new, ids, implementation=implementation), q, k, v
+                lambda *new: attention(
+                    *new, ids, implementation=implementation, device=jax.devices()[0]
+                ),
+                *(q, k, v),
             )
             return out, pull(cotangent)
 
@@ -227,25 +252,6 @@ def _by_kernel(scale: Scale, new: Any, cache: Any, length_B: jax.Array) -> jax.A
 
 def _by_xla(new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
     return cached_attention(*new, [(jax.tree.map(lambda x: x[1], cache), length_B)])
-
-
-@check("A")
-def decode_attention(scale: Scale):
-    """The decode kernel against XLA at the edges of its blocks, by type of the cache."""
-    types = (jnp.float32, jnp.int8) if scale.small else (jnp.bfloat16, jnp.int8)
-    capacity = 192 if scale.small else 1088
-    length_B = jnp.array([0, 1, 63, 64, 65, 128, capacity - 1, capacity], jnp.int32)
-    for kv_dtype in types:
-        new, cache = _decode_inputs(len(length_B), capacity, kv_dtype, scale)
-        wide = [x.astype(jnp.float32) for x in new]
-        with jax.default_matmul_precision("highest"):
-            truth = jax.jit(_by_xla)(wide, cache, length_B)
-        kernel = jax.jit(functools.partial(_by_kernel, scale))(new, cache, length_B)
-        yield {
-            "cache": jnp.dtype(kv_dtype).name,
-            "error": error(kernel, truth),
-            "error_of_xla": error(jax.jit(_by_xla)(new, cache, length_B), truth),
-        }
 
 
 @check("A")
@@ -279,7 +285,7 @@ def _block_sizes(scale: Scale) -> list[dict[str, int]]:
 
 @check("A")
 def experts(scale: Scale):
-    """Both ways to compute a mixture's experts: TFLOP/s forward and with gradients, errors of few tokens."""
+    """The ways to compute a mixture's experts: TFLOP/s forward and with gradients, errors of few tokens."""
     held, width, inner, each = (4, 32, 16, 2) if scale.small else (32, 2048, 768, 8)
     few, tokens = (64, 128) if scale.small else (512, 8192)
     dtype = jnp.float32 if scale.small else jnp.bfloat16
@@ -305,13 +311,51 @@ def experts(scale: Scale):
         truth = of(apply_experts, few)[1](x[:, :few], weights)
     x, weights = jax.tree.map(lambda a: a.astype(dtype), (x, weights))
     flops = 3 * 2 * tokens * each * width * inner
-    for apply in (apply_experts_in_tiles, apply_experts):
+    ways = {
+        "tiled": apply_experts_in_tiles,
+        "chosen": experts_for(jax.devices()[0], dtype),
+        "grouped": apply_experts,
+    }
+    for way, apply in ways.items():
         forward, gradient = of(apply, tokens)
+        line: Line = {"way": way}
+        with attempt(line):
+            line["error"] = error(of(apply, few)[1](x[:, :few], weights), truth)
+            line["tflops_forward"] = flops / seconds(forward, x, weights) / 1e12
+            line["tflops_with_gradients"] = 3 * flops / seconds(gradient, x, weights) / 1e12
+        yield line
+
+
+@check("A")
+def attention_kernels(scale: Scale):
+    """Attention of each implementation, forward and backward, against float32 by XLA."""
+    shapes = ((4, 2, 77),) if scale.small else ((12, 2, 1024), (28, 4, 1000), (10, 2, 777))
+    for heads, kv_heads, length in shapes:
+        arrays = _attention_inputs(heads, kv_heads, length, 32 if scale.small else 128)
+        truth = _attended("xla", "highest")(*arrays)
+        for name in _implementations(scale):
+            line = {"heads": [heads, kv_heads], "length": length, "implementation": name}
+            with attempt(line):
+                line["error"] = error(_attended(name)(*_narrow(scale, arrays)), truth)
+            yield line
+
+
+@check("A")
+def decode_attention(scale: Scale):
+    """The decode kernel against XLA at the edges of its blocks, by type of the cache."""
+    types = (jnp.float32, jnp.int8) if scale.small else (jnp.bfloat16, jnp.int8)
+    capacity = 192 if scale.small else 1088
+    length_B = jnp.array([0, 1, 63, 64, 65, 128, capacity - 1, capacity], jnp.int32)
+    for kv_dtype in types:
+        new, cache = _decode_inputs(len(length_B), capacity, kv_dtype, scale)
+        wide = [x.astype(jnp.float32) for x in new]
+        with jax.default_matmul_precision("highest"):
+            truth = jax.jit(_by_xla)(wide, cache, length_B)
+        kernel = jax.jit(functools.partial(_by_kernel, scale))(new, cache, length_B)
         yield {
-            "way": "tiled" if apply is apply_experts_in_tiles else "grouped",
-            "error": error(of(apply, few)[1](x[:, :few], weights), truth),
-            "tflops_forward": flops / seconds(forward, x, weights) / 1e12,
-            "tflops_with_gradients": 3 * flops / seconds(gradient, x, weights) / 1e12,
+            "cache": jnp.dtype(kv_dtype).name,
+            "error": error(kernel, truth),
+            "error_of_xla": error(jax.jit(_by_xla)(new, cache, length_B), truth),
         }
 
 
@@ -387,10 +431,17 @@ def update(scale: Scale):
 
 @check("B")
 def decode(scale: Scale):
-    """Tokens/s of decoding and GB/s of weights and cache read, by rows."""
-    response = 16 if scale.small else 128
-    for rows in (4,) if scale.small else (12, 64, 256):
-        actor = _sampler(scale.model, scale.dtype, slots=rows, response=response, stops=())
+    """Tokens/s of decoding and GB/s of weights and cache read, by rows and kind of cache."""
+    response = 16 if scale.small else 256
+    tried = (
+        ((4, "contiguous"),)
+        if scale.small
+        else ((16, "contiguous"), (64, "paged"), (256, "contiguous"), (256, "paged"))
+    )
+    for rows, cache in tried:
+        actor = _sampler(
+            scale.model, scale.dtype, slots=rows, response=response, stops=(), cache=cache
+        )
         _sampled(actor, prompts=rows, samples=1)
         begun = time.perf_counter()
         out = _sampled(actor, prompts=rows, samples=1, step=1)
@@ -401,6 +452,7 @@ def decode(scale: Scale):
         cached = rows * of_token * (16 + response / 2)
         yield {
             "rows": rows,
+            "cache": cache,
             "tokens_per_s": int(out.lengths_B.sum()) / spent,
             "gb_per_s": (held + cached) * response / spent / 1e9,
         }
@@ -472,7 +524,9 @@ def _mesh():
     return build_mesh(layout, jax.devices()[:1])
 
 
-def _sampler(model: ModelConfig, dtype: str, *, slots: int, response: int, stops=(1,)) -> Actor:
+def _sampler(
+    model: ModelConfig, dtype: str, *, slots: int, response: int, stops=(1,), **settings: Any
+) -> Actor:
     """An actor with random weights that is ready to sample."""
     config = EngineConfig(
         slots=slots,
@@ -483,6 +537,7 @@ def _sampler(model: ModelConfig, dtype: str, *, slots: int, response: int, stops
         tokens_per_dispatch=16,
         stop_ids=stops,
         dtype="float32" if dtype == "float32" else "bfloat16",
+        **settings,
     )
     engine = Engine(model, decoder_graph(model)[0], _mesh(), config)
     actor = _actor(
@@ -528,23 +583,17 @@ def _batch_of(sequences: list[np.ndarray], length: int, *, per_row: int = 1) -> 
     return TrainBatch.of(packed, advantage=np.ones(shape, np.float32))
 
 
-def lines(function: Callable[..., Any], *args: Any) -> Iterator[dict[str, Any]]:
+def lines(function: Callable[..., Any], *args: Any) -> Iterator[Line]:
     """What a check says, and its error as one more line."""
     begun = time.perf_counter()
-    name = {"check": function.__name__.removesuffix("_kernels")}
-    try:
+    name = {"check": function.__name__}
+    failed: Line = {}
+    with attempt(failed):
         said = function(*args)
         for line in [said] if isinstance(said, dict) else said:
             yield name | {"ok": True, "seconds": round(time.perf_counter() - begun, 1)} | line
-    # Of every kind: what fails is what one wants to know, and the other checks are still worth their time.
-    except Exception as failure:
-        where = traceback.extract_tb(failure.__traceback__)[-1]
-        yield name | {
-            "ok": False,
-            "seconds": round(time.perf_counter() - begun, 1),
-            "error": f"{type(failure).__name__}: {failure}"[:500],
-            "at": f"{where.filename}:{where.lineno}",
-        }
+    if failed:
+        yield name | {"seconds": round(time.perf_counter() - begun, 1)} | failed
 
 
 def main() -> None:
@@ -577,6 +626,7 @@ def main() -> None:
         arguments = (args.executable,) if function is executable else ()
         for line in lines(function, scale, *arguments):
             print(json.dumps(line), flush=True)
+        gc.collect()  # Training states of 1.5B do not fit beside each other.
 
 
 if __name__ == "__main__":
