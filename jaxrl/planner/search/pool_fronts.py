@@ -183,6 +183,13 @@ def _splits(model: ModelConfig, t: int, most: int) -> bool:
     return t <= most and not any(n % t for n in (model.num_heads, model.vocab_size, *widths))
 
 
+def generations_of(layout: ParallelLayout) -> Iterator[ParallelLayout]:
+    """The layout with every p_g and t_g: divisors of p and t, or its own t_g, if that takes replicas."""
+    tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
+    for p_g, t_g in itertools.product(divisors(layout.p), tensor):
+        yield dataclasses.replace(layout, p_g=p_g, t_g=t_g)
+
+
 @dataclasses.dataclass(frozen=True)
 class RoleOptions:
     """The Pareto-optimal layouts of a role on n devices, and their costs, float64 [K, 4]."""
@@ -226,10 +233,8 @@ class GenerationChoice:
         # Options of the same groups share their times.
         by_groups: dict[GenerationGroups, list[int]] = {}
         for i, layout in enumerate(options.layouts):
-            # Every divisor of p and t, or the layout's own t_g, if that takes replicas.
-            tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
-            for p_g, t_g in itertools.product(divisors(layout.p), tensor):
-                groups = self._simulator.groups(dataclasses.replace(layout, p_g=p_g, t_g=t_g))
+            for generating in generations_of(layout):
+                groups = self._simulator.groups(generating)
                 by_groups.setdefault(groups, []).append(i)
         # In a fixed order, so that of equally fast choices each search takes the same.
         for groups, rows in sorted(by_groups.items()):
