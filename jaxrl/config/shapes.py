@@ -178,8 +178,23 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
     if not config.weights:
         return _for_run(config.model, config), "config.model, random weights"
     if is_here(config.weights):
-        stored = read_config(config.weights)
-        _check_stated(config.model, stored, config.weights)
+        model, stored = config.model, read_config(config.weights)
+        # Scores instead of logits make it a scalar model, which the user must ask for explicitly.
+        names = [
+            name
+            for name in dict.fromkeys((*_stated(model), "num_scores"))
+            if getattr(model, name) != getattr(stored, name)
+        ]
+        if names:
+            different = "; ".join(
+                f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
+                for name in names
+            )
+            overrides = " ".join(f"--config.model.{n}={getattr(stored, n)}" for n in names)
+            raise UserError(
+                f"the config does not describe the model in {config.weights}: {different}. Leave these "
+                f"settings out, which takes them from the checkpoint, or say {overrides}, or change `weights`"
+            )
         of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
         stored = _for_run(stored, config)
         return dataclasses.replace(stored, **of_the_run), config.weights
@@ -235,22 +250,3 @@ def _stated(model: ModelConfig) -> list[str]:
         if field.name not in _OF_THE_RUN
         and getattr(model, field.name) != getattr(default, field.name)
     ]
-
-
-def _check_stated(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
-    # Scores instead of logits make it a scalar model, which the user must ask for explicitly.
-    names = [
-        name
-        for name in dict.fromkeys((*_stated(model), "num_scores"))
-        if getattr(model, name) != getattr(stored, name)
-    ]
-    if names:
-        different = "; ".join(
-            f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
-            for name in names
-        )
-        overrides = " ".join(f"--config.model.{name}={getattr(stored, name)}" for name in names)
-        raise UserError(
-            f"the config does not describe the model in {directory}: {different}. Leave these settings out, "
-            f"which takes them from the checkpoint, or say {overrides}, or change `weights`"
-        )
