@@ -80,20 +80,20 @@ class KeptRollouts:
             batch = experience.batch
             found = hosts.fetch((batch.packing(), batch.old_logprob), everywhere=False)
             trained = PackedBatch(**found[0]), found[1]
-        self.write(experience.scored, trained)
+        self._write(experience.scored, trained)
 
-    def write(
-        self, scored: Scored, trained: tuple[PackedBatch, np.ndarray] | None = None
+    def look_at_failed(self, scored: Scored) -> pathlib.Path:
+        """Writes the samples of a step that found too few groups; returns the path."""
+        return self._write(scored, None)
+
+    def _write(
+        self, scored: Scored, trained: tuple[PackedBatch, np.ndarray] | None
     ) -> pathlib.Path:
         """Writes the rows of the first prompts, in the background while training continues.
 
         Args:
           scored: the samples.
-          trained: the packed samples and the trainer's log-probabilities of their tokens; None for a step
-            that found too few groups.
-
-        Returns:
-          The path of the file.
+          trained: the packed samples and the trainer's log-probabilities of their tokens.
         """
         step = self._timer.step + 1
 

@@ -144,7 +144,7 @@ class RlStage(TrainingStage):
         try:
             metrics = self._run.algorithm.dataflow(self._step, self.prompts)
         except NotEnoughGroups as error:
-            path = self._rollouts.write(error.sampled)
+            path = self._rollouts.look_at_failed(error.sampled)
             raise UserError(f"{error}. What was sampled is in {path}") from error
         if isinstance(handover := self._roles.actor.resharding, Handover):
             # A device of the sampler received as much before it sampled.
