@@ -63,15 +63,13 @@ LATE_IMPORTS = {
     ("jaxrl/commands/serve_command.py", "jaxrl.tinker.server"): "extra `tinker`",
     **{
         (
-            f"jaxrl/models/kernels/{file}.py",
+            "jaxrl/models/kernels/grouped_matmul.py",
             f"tokamax{module}",
         ): "extra `tokamax`, seconds to import"
-        for file, module in (
-            ("tokamax", ""),
-            ("grouped_matmul", "._src.ops.ragged_dot.pallas_mosaic_gpu"),
-            ("grouped_matmul", "._src.ops.ragged_dot.pallas_mosaic_gpu_common"),
-            ("segment_attention", "._src.ops.attention.base"),
-            ("segment_attention", "._src.ops.attention.pallas_mosaic_gpu"),
+        for module in (
+            "",
+            "._src.ops.ragged_dot.pallas_mosaic_gpu",
+            "._src.ops.ragged_dot.pallas_mosaic_gpu_common",
         )
     },
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",

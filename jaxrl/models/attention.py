@@ -3,7 +3,7 @@
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
 Covered: causal grouped-query attention within packed segments, full or with a sliding window, with or without
-capped scores and sinks. One function has four implementations; only "xla" has sinks.
+capped scores and sinks. One function has three implementations; only "xla" has sinks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.errors import UserError
 from jaxrl.models.attention_kind import FULL, AttentionKind, picked
-from jaxrl.models.kernels import tokamax
-from jaxrl.models.kernels.cudnn_attention import cudnn_attention
-from jaxrl.models.kernels.segment_attention import segment_attention
+from jaxrl.models.kernels.cudnn_attention import cudnn_attention, takes_offsets
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
-IMPLEMENTATIONS = ("xla", "cudnn", "splash", "tokamax")
+IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
-# Largest heads for "cudnn" and "tokamax", and for "cudnn" on GPUs before Hopper.
+# Largest heads for "cudnn", and on GPUs before Hopper.
 _LARGEST_HEAD, _LARGEST_BEFORE_HOPPER = 256, 128
 
-# Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
+# Longest rows for "cudnn" with a mask, which has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
 # Longest rows for "splash". It looks at every tile of a row before it compiles: about a minute for so many
 # tokens, more than an hour for a million.
@@ -51,14 +48,14 @@ def attention(
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of one type; Q is a multiple of K.
       segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
         outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
-        segment. For "tokamax" the tokens of a segment are neighbours.
+        segment. For "cudnn" the tokens of a segment are neighbours.
       kind: window, score cap and sinks of the layer; a window is counted in places of the row, with
         `TreeSegments` in positions.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
-        "cudnn" and "tokamax" choose their own.
-      device: one of the devices; for "tokamax".
+        "cudnn" chooses its own.
+      device: one of the devices; for "cudnn".
       ring: fields of `xla_attention.Ring`, if the arrays are a part of the rows ("xla" only).
 
     Returns:
@@ -76,9 +73,7 @@ def attention(
     arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
-    if implementation == "tokamax":
-        return segment_attention(*arrays, device=device)
-    return cudnn_attention(*arrays)
+    return cudnn_attention(*arrays, device=device)
 
 
 def pick_implementation(
@@ -88,6 +83,7 @@ def pick_implementation(
     *,
     device: Any = None,
     softcap: float = 0.0,
+    windows: bool = False,
     sinks: bool = False,
     head_dim: int = 0,
     tree: bool = False,
@@ -99,10 +95,11 @@ def pick_implementation(
       platform: platform of the devices, as in `jax.Device.platform`; None if only shapes are computed, which
         do not depend on the implementation.
       dtype: type of queries, keys and values.
-      requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, in 16 bits "tokamax" on Hopper GPUs if
-        it is installed, and "cudnn" on NVIDIA GPUs, both for rows whose masks fit, "xla" elsewhere.
+      requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, in 16 bits "cudnn" on NVIDIA GPUs, for
+        rows without a mask or whose mask fits, "xla" elsewhere.
       device: one of the devices, which says the generation of a GPU; None if it is not known.
       softcap: score cap of the model; 0 for none.
+      windows: whether any layer has a sliding window.
       sinks: whether the model has sinks.
       head_dim: largest head size of the model, if it is known.
       tree: the implementation must support `TreeSegments`.
@@ -121,21 +118,17 @@ def pick_implementation(
     is_plain &= head_dim <= largest
     runs = {
         "splash": platform == "tpu" and not (sinks or tree or tokens > MOST_SPLASH_TOKENS),
-        "tokamax": is_plain and tokamax.runs_on(device),
         "cudnn": platform in ("gpu", "cuda")
         and is_plain
-        and not (softcap or tokens > MOST_MASKED_TOKENS),
+        and not softcap
+        and (tokens <= MOST_MASKED_TOKENS or takes_offsets(device, windows=windows)),
         "xla": True,
     }
-    if requested == "tokamax" and tokamax.is_hopper(device) and (why := tokamax.missing()):
-        raise UserError(f"attention implementation 'tokamax' cannot run: {why}; or use auto or xla")
     rules = {
         "splash": f"TPUs in rows of up to {MOST_SPLASH_TOKENS:,} tokens",
-        "tokamax": "Hopper GPUs (H100, H200) in bfloat16 or float16, with heads of up to "
-        f"{_LARGEST_HEAD}",
         "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
         f"{_LARGEST_HEAD} ({_LARGEST_BEFORE_HOPPER} before Hopper), in rows of up to "
-        f"{MOST_MASKED_TOKENS:,} tokens",
+        f"{MOST_MASKED_TOKENS:,} tokens, or of any length without windows on Hopper and newer",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
     asked += f" with heads of {head_dim}" if head_dim > largest else ""

@@ -260,11 +260,17 @@ class Compute:
         C = x.shape[1]
         # Shapes are static, so a count that is known at run time is rounded up to one of a few.
         sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
-        multiply = functools.partial(self.product, out_type=out_type)
-        if isinstance(weight, HeadCopies):
-            multiply = functools.partial(
-                jnp.einsum, "gcd,gdv->gcv", preferred_element_type=out_type
-            )
+
+        def multiplied(out_type: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+            if isinstance(weight, HeadCopies):
+                return functools.partial(
+                    jnp.einsum, "gcd,gdv->gcv", preferred_element_type=out_type
+                )
+            return functools.partial(self.product, out_type=out_type)
+
+        # Gradients of logits are rounded to the type of activations: in float32 their products took a tenth
+        # of an update of 1.5B (H200, benchmarks/results/2026-11-26-h200.md). TPUs round them by themselves.
+        multiply, narrow = multiplied(out_type), multiplied(self.dtype)
 
         def of_size(values: Callable[..., Any], count: jax.Array, *arguments: jax.Array) -> Any:
             index = (count > jnp.array(sizes[:-1])).sum()
@@ -281,9 +287,9 @@ class Compute:
             return all_of(multiply(x[:, :size], weight))
 
         def backward(size: int, x: jax.Array, weight: jax.Array, g: jax.Array):
-            x, g = x[:, :size], g[:, :size]
-            (to_x,) = jax.linear_transpose(lambda x: multiply(x, weight), x)(g)
-            (to_weight,) = jax.linear_transpose(lambda weight: multiply(x, weight), weight)(g)
+            x, g = x[:, :size], g[:, :size].astype(self.dtype)
+            (to_x,) = jax.linear_transpose(lambda x: narrow(x, weight), x)(g)
+            (to_weight,) = jax.linear_transpose(lambda weight: narrow(x, weight), weight)(g)
             return all_of(to_x), to_weight
 
         @jax.custom_vjp

@@ -161,6 +161,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         train.dtype,
         "auto",
         softcap=model.attention_softcap,
+        windows=bool(model.sliding_window),
         sinks=model.attention_sinks,
         head_dim=model.largest_head,
         tree=train.share_prompts is True,

@@ -163,6 +163,7 @@ class PackedModel:
             self.attention_kernel,
             device=device_of(self.mesh),
             softcap=self.model.attention_softcap,
+            windows=bool(self.model.sliding_window),
             sinks=self.model.attention_sinks,
             head_dim=self.model.largest_head,
             tree=tree,

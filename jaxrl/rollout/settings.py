@@ -104,7 +104,7 @@ class EngineConfig(EngineSettings):
     """Token ids that end a response."""
     context_tokens: Annotated[int, token_count(0)] = 0
     """Maximum number of tokens of a prompt and its response together; 0 means T + R."""
-    attention: Literal["auto", "xla", "cudnn", "splash", "tokamax"] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`."""
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
     """Maximum number of prompt tokens per prefill program; longer prompts are prefilled in

@@ -1,5 +1,4 @@
 import functools
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from closeness import BFLOAT16, assert_close
 from extras import import_extra, needs_extra
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,8 +20,7 @@ from jaxrl.models.attention import IMPLEMENTATIONS, TreeSegments, attention, pic
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache
-from jaxrl.models.kernels.cudnn_attention import cudnn_attention
-from jaxrl.models.kernels.segment_attention import first_keys
+from jaxrl.models.kernels.cudnn_attention import cudnn_attention, segment_offsets
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import needed_tiles
 from jaxrl.planner.hardware.cluster import read_topology
@@ -376,49 +375,92 @@ def test_cudnn_is_asked_for_the_same_thing(packed, name):
     assert "[3,1,10,10]" in str(jax.make_jaxpr(as_xla)(*packed))
 
 
-@pytest.mark.parametrize("window", [0, 3])
-def test_the_first_key_of_a_token_is_that_of_its_segment_or_window(window):
-    ids = np.array([[4, 4, 4, 4, 2, 2, 7, 0], [1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    place, first = np.arange(8), np.asarray(first_keys(jnp.asarray(ids), AttentionKind(window)))
-    distance = place[:, None] - place
-    seen = (ids[:, :, None] == ids[:, None]) & (distance >= 0) & (distance < (window or 8))
-    np.testing.assert_array_equal((place >= first[..., None]) & (distance >= 0), seen)
-
-
 HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
-HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
+# The first JAX whose cuDNN attention has the offsets of keys right.
+has_offsets = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="needs jax 0.11.2")
 
 
-def test_tokamax_is_for_hopper():
-    """It is taken where it is installed, and its absence told to those who ask for it."""
-    best = "tokamax" if HAS_TOKAMAX else "xla"
-    assert pick_implementation("gpu", "bfloat16", device=HOPPER, tokens=131_072) == best
-    assert pick_implementation("gpu", "bfloat16", device=HOPPER, softcap=50.0) == best
-    assert pick_implementation("gpu", "bfloat16", device=HOPPER, sinks=True) == "xla"
-    with pytest.raises(UserError, match=r"'tokamax' on tpu .* runs on Hopper GPUs"):
-        pick_implementation("tpu", "bfloat16", "tokamax", device=None)
-    if not HAS_TOKAMAX:
-        with pytest.raises(UserError, match=r"tokamax is not installed: pip install"):
-            pick_implementation("gpu", "bfloat16", "tokamax", device=HOPPER)
+def test_segments_are_told_by_their_begins_and_lengths():
+    """Padding is a segment too; behind the last one stands -1. The last row has more than four."""
+    ids = jnp.array([[4, 4, 4, 2, 2, 7, 0, 0], [1] * 8, [1, 2, 3, 4, 5, 5, 5, 5]], jnp.int32)
+    lengths, offsets, fits = segment_offsets(ids[:2], 4)
+    np.testing.assert_array_equal(lengths, [[3, 2, 1, 2], [8, -1, -1, -1]])
+    np.testing.assert_array_equal(offsets, [[0, 3, 5, 6, -1], [0, -1, -1, -1, -1]])
+    assert fits
+    assert not segment_offsets(ids, 4)[2]
+    assert segment_offsets(ids, 5)[2]
+
+
+def attention_by_offsets(q, k, v, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
+    """What JAX documents of its cuDNN attention with offsets, one token after the other."""
+    assert mask_type.name == "PADDING_CAUSAL"
+    assert q_seqlen is kv_seqlen
+    assert q_offsets is kv_offsets
+    place_11T = jnp.arange(q.shape[1])[None, None]
+    begin_BM1 = q_offsets[:, :-1, None]
+    inside_BMT = (place_11T >= begin_BM1) & (begin_BM1 >= 0)
+    inside_BMT &= place_11T < begin_BM1 + q_seqlen[..., None]
+    seen_BTT = (inside_BMT[..., None] & inside_BMT[:, :, None]).any(1)
+    seen_BTT &= place_11T.mT >= place_11T
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("btqh,bsqh->bqts", q, k) * scale
+    return jnp.einsum(
+        "bqts,bsqh->btqh", jax.nn.softmax(jnp.where(seen_BTT[:, None], scores, -1e30)), v
+    )
+
+
+@has_offsets
+@pytest.mark.parametrize("segments", [3, 20], ids=["fits", "too many"])
+def test_cudnn_gets_segments_by_offsets_on_hopper(monkeypatch, segments):
+    """Rows of 41 tokens, padded to 42; 20 segments are more than the 16 that the kernel is built for."""
+    monkeypatch.setattr(fused, "dot_product_attention", attention_by_offsets)
+    rng = np.random.default_rng(0)
+    q, d_out = normal(rng, 2, 41, 4, 8), normal(rng, 2, 41, 4, 8)
+    k, v = normal(rng, 2, 41, 2, 8), normal(rng, 2, 41, 2, 8)
+    ids = np.sort(rng.integers(1, segments + 1, (2, 41))).astype(np.int32)
+    ids[0, -5:] = 0
+
+    def ours(q, k, v, ids):
+        return attention(q, k, v, ids, implementation="cudnn", device=HOPPER)
+
+    for got, twin in zip(
+        with_gradients(ours, q, k, v, ids, d_out),
+        attention_twin(q, k, v, ids, d_out, FULL),
+        strict=True,
+    ):
+        assert_close(got, twin)
+
+
+@has_offsets
+def test_on_hopper_rows_without_windows_may_be_of_any_length():
+    pick = functools.partial(pick_implementation, "gpu", "bfloat16", tokens=131_072)
+    assert pick(device=HOPPER) == "cudnn"
+    assert pick(device=HOPPER, windows=True) == pick(device=HOPPER, softcap=50.0) == "xla"
+    assert pick(device=types.SimpleNamespace(platform="gpu", compute_capability="8.0")) == "xla"
 
 
 @pytest.mark.slow
-def test_kernels_of_tokamax_compile_for_a_gpu_that_is_not_here():
-    """Scratch of a row of 32,768 tokens: nothing beyond the output, and keys and values by query head."""
-    import_extra("tokamax", "tokamax")
+@has_offsets
+def test_attention_by_offsets_compiles_for_a_gpu_that_is_not_here():
+    """Memory is linear in the length."""
     import_extra("aot-gpu", "jax_plugins.xla_cuda13")
     device = read_topology("h100:1x1").devices[0]
     here = SingleDeviceSharding(device)
-    shaped = lambda heads: jax.ShapeDtypeStruct((1, 32_768, heads, 128), "bfloat16", sharding=here)  # noqa: E731
-    ids = jax.ShapeDtypeStruct((1, 32_768), "int32", sharding=here)
 
-    def total(q, k, v, ids):
-        out = attention(q, k, v, ids, implementation="tokamax", device=device)
-        return out.astype(jnp.float32).sum()
+    def scratch(tokens):
+        shaped = lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16", sharding=here)  # noqa: E731
+        ids = jax.ShapeDtypeStruct((1, tokens), "int32", sharding=here)
 
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-    compiled = gradient.lower(shaped(2), shaped(1), shaped(1), ids).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * 32_768 * 2 * 128 * 2
+        def total(q, k, v, ids):
+            out = attention(q, k, v, ids, implementation="cudnn", device=device)
+            return out.astype(jnp.float32).sum()
+
+        gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+        key = shaped(1, tokens, 1, 128)
+        compiled = gradient.lower(shaped(1, tokens, 2, 128), key, key, ids).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert scratch(131_072) < 4.5 * scratch(32_768)
 
 
 @pytest.mark.parametrize(
@@ -506,7 +548,7 @@ def test_a_mask_of_a_long_row_is_never_made():
 
 def test_every_implementation_can_be_picked():
     picks = {pick_implementation(p, jnp.bfloat16) for p in ("cpu", "gpu", "tpu")}
-    assert picks | {"tokamax"} == set(IMPLEMENTATIONS)
+    assert picks == set(IMPLEMENTATIONS)
 
 
 # One token against the cache

@@ -3,18 +3,21 @@
     M rows   G groups   K, N widths
 
 On GPUs XLA's own `ragged_dot` computes every group on every row. These kernels read each row and each matrix
-where they are.
+where they are. The package tokamax is an extra of jaxrl that needs Python 3.12. It takes seconds to import,
+so it is imported when a kernel is traced. Only Hopper GPUs (H100, H200) have these kernels with gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 from typing import Any
 
 import jax
 
-from jaxrl.models.kernels.tokamax import compiling_for
-
+# Versions that have the private names used here: the first, and the first that has not been tried.
+_OLDEST, _UNTRIED = (0, 0, 17), (0, 0, 18)
 # Name of the jitted kernels; the planner counts their operations by it.
 GROUPED_MATMUL = "grouped_matmul"
 # The widths K and N are multiples of this.
@@ -23,6 +26,34 @@ WIDTH_MULTIPLE = 64
 # TFLOP/s for 131,072 rows of Qwen3-30B-A3B. By default other shapes get smaller tiles.
 _TILES = {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "split_k": 1}
 _OF_ROWS = _TILES | {"persistent": True, "grid_minor_dim": 1, "grid_tile_width": 8}
+
+
+def runs_on(device: Any) -> bool:
+    """Whether tokamax is installed and has kernels for a device; None is no device."""
+    is_hopper = getattr(device, "platform", "") == "gpu" and device.compute_capability == "9.0"
+    return is_hopper and _is_installed()
+
+
+@functools.cache
+def _is_installed() -> bool:
+    try:
+        version = importlib.metadata.version("tokamax")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return _OLDEST <= tuple(map(int, version.split(".")[:3])) < _UNTRIED
+
+
+@contextlib.contextmanager
+def _compiling_for(device: Any) -> Any:
+    """Traces kernels for a device, with the sizes of tiles that they choose by shapes alone."""
+    import tokamax
+
+    # tokamax takes the kind of GPU from the default device. When one compiles for a GPU that is not here, the
+    # default device is another. Its table of measured sizes warns about every shape that is not in it.
+    is_here = jax.devices()[0].device_kind == device.device_kind
+    chosen = contextlib.nullcontext() if is_here else jax.default_device(device)
+    with chosen, tokamax.config.ignore_autotuning_cache(True):  # pyright: ignore
+        yield
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -96,7 +127,7 @@ def _product(
     kernel = PallasMosaicGpuRaggedDot(config=Config(**(_OF_ROWS if group else _TILES)))
 
     def grouped_matmul(left: jax.Array, right: jax.Array, rows: jax.Array) -> jax.Array:
-        with compiling_for(device):
+        with _compiling_for(device):
             return kernel(
                 *(left, right),
                 group_sizes=rows,

@@ -46,8 +46,10 @@ from jaxrl.models.cache.kv_cache import KVCache, PagedSlots
 _TPU_QUERIES, _GPU_QUERIES = 8, 16
 # Tokens that a kernel processes at a time; also the largest page.
 _TPU_BLOCK, _GPU_BLOCK = 512, 64
-# Largest number of parts of a row that a GPU processes in parallel.
-_GPU_SPLITS = 16
+# Largest number of parts of a row that a GPU processes in parallel, and the number of parts of all rows that
+# keeps it busy. Each part writes a result in float32: 256 rows of 2 heads are read at 1,446 GB/s in 4 parts
+# and at 1,255 in 16 (H200, benchmarks/results/2026-11-26-h200.md).
+_GPU_SPLITS, _GPU_PARTS = 16, 2048
 
 
 class _Pages(NamedTuple):
@@ -245,7 +247,8 @@ def paged_attention_gpu(
         cache, layer = dataclasses.replace(cache, pool=jax.tree.map(one, cache.pool)), 0
     capacity = cache.pool.capacity * cache.table.shape[1]
     block = _GPU_BLOCK // math.gcd(cache.pool.capacity, _GPU_BLOCK)
-    splits = min(_GPU_SPLITS, -(-capacity // _GPU_BLOCK))
+    pairs = len(q_BQH) * (num_heads or cache.pool.v.shape[2])
+    splits = min(_GPU_SPLITS, -(-capacity // _GPU_BLOCK), max(1, _GPU_PARTS // pairs))
     pages = _pages(
         q_BQH,
         cache,

@@ -35,10 +35,6 @@ from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import EXPERT_ROWS
 from jaxrl.models.kernels.grouped_matmul import GROUPED_MATMUL
-from jaxrl.models.kernels.segment_attention import (
-    SEGMENT_ATTENTION,
-    SEGMENT_ATTENTION_BACKWARD,
-)
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import Objective
@@ -263,12 +259,9 @@ _MATMULS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
     "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, matmuls=2),
     "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, matmuls=5),
 }
-# Kernels by the name of the function around them. One computes the gradient of the queries, another those of
-# keys and values, and both the scores.
+# Kernels by the name of the function around them.
 _KERNELS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
     GROUPED_MATMUL: _grouped_matmul,
-    SEGMENT_ATTENTION: functools.partial(_fused_attention, matmuls=2),
-    SEGMENT_ATTENTION_BACKWARD: functools.partial(_fused_attention, matmuls=7),
 }
 
 

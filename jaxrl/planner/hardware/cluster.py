@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxrl.errors import UserError
@@ -168,9 +169,16 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
             f"for {', '.join(GPU_TARGETS)} alone; name one of these"
         )
     hosts, per_host = shape
-    return topologies.get_topology_desc(
+    devices = topologies.get_topology_desc(
         platform="cuda", target_config=target_text(chip), topology=f"1x{hosts}x{per_host}"
     ).devices
+    if jax.default_backend() != "gpu":
+        # JAX asks the default device, here a CPU, what cuDNN may do.
+        capability = float(devices[0].compute_capability)
+        fused_attention_stablehlo.check_compute_capability = lambda least: (
+            capability >= float(least)
+        )
+    return devices
 
 
 _TPU_HOST_CHIPS = 4
