@@ -65,7 +65,6 @@ SETTINGS = {
     "data.max_prompt_tokens": 16,
     "sft.num_steps": 40,
     "sft.save_every": 10,
-    "sft.log_every": 1,
     "sft.examples_per_step": 16,
     "sft.optim.lr": 1e-2,
     "rollout.num_prompts": 8,

@@ -39,7 +39,6 @@ def get_config():
     config.sft.examples_per_step = 12
     config.sft.save_every = 250
     config.sft.optim.kind = "muon"
-    config.sft.log_every = 20
     config.sft.optim.lr = 2e-3
     config.sft.optim.lr_warmup_steps = 20
     config.sft.optim.lr_decay_steps = config.sft.get_ref("num_steps")

@@ -374,7 +374,7 @@ def _setting_at(cls: Any, loc: Sequence[int | str]) -> tuple[str, Any, tuple[int
     """Dotted name and annotation of the setting at a location of pydantic, and the location inside it."""
     name, kind = "", cls
     for depth, part in enumerate(loc):
-        kind = _bare(kind)
+        kind = bare(kind)
         if dataclasses.is_dataclass(kind):
             kind = annotations_of(typing.cast("type", kind)).get(str(part), Any)
         elif typing.get_origin(kind) in (dict, Mapping):
@@ -385,13 +385,13 @@ def _setting_at(cls: Any, loc: Sequence[int | str]) -> tuple[str, Any, tuple[int
     return name, kind, ()
 
 
-def _bare(annotation: Any) -> Any:
+def bare(annotation: Any) -> Any:
     """An annotation without rules and without None."""
     if typing.get_origin(annotation) is typing.Annotated:
-        return _bare(typing.get_args(annotation)[0])
+        return bare(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
-        return _bare(members[0]) if len(members) == 1 else annotation
+        return bare(members[0]) if len(members) == 1 else annotation
     return annotation
 
 
@@ -402,7 +402,7 @@ def _line(name: str, annotation: Any, errors: Sequence[Any]) -> str:
     first = broken[0] if broken else errors[0]
     wrong_length = first["type"] in ("missing", "too_long")
     # Names of dict entries and numbers of tuple items; the tags of union members are left out.
-    in_table = typing.get_origin(_bare(annotation)) in (dict, Mapping)
+    in_table = typing.get_origin(bare(annotation)) in (dict, Mapping)
     inside = [x for x in first["loc"] if not wrong_length and (isinstance(x, int) or in_table)]
     where = name + "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in inside)
     value = first["input"]

@@ -14,7 +14,6 @@ from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.trainer.algorithm import algorithm_of
 
 RECIPE = pathlib.Path(__file__).parents[1] / "configs/dapo_qwen32b.py"
 
@@ -74,7 +73,7 @@ def pod_plan() -> Plan:
 
 def roles_planned(config: Config) -> PlannedRoles:
     """The roles of a plan, without the seconds of tracing their programs."""
-    return planned_roles(config, algorithm_of(config), abstract_meshes(config))
+    return planned_roles(config, abstract_meshes(config))
 
 
 def buffers_named(plan: Plan | PlannedRoles, name: str) -> ResidentBuffers:

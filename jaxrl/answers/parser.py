@@ -258,21 +258,13 @@ def _several(parts: list[list[Token]], depth: int) -> Answer:
         items += item.items if isinstance(item, Several) and not item.braces else (item,)
     if len(items) == 1:
         return items[0]
-    return Several(tuple(_with_units(items)))
-
-
-def _with_units(items: list[Answer]) -> list[Answer]:
-    """Gives the unit of the last item to all: "10, 50 and 54 degrees"."""
-    last = items[-1]
-    if not isinstance(last, Quantity) or not (last.unit or last.degrees):
-        return items
-    if any(not isinstance(x, Quantity) or x.unit or x.degrees for x in items[:-1]):
-        return items
-    return [
-        dataclasses.replace(x, unit=last.unit, known_unit=last.known_unit, degrees=last.degrees)
-        for x in items
-        if isinstance(x, Quantity)
-    ]
+    *others, last = items
+    # The unit of the last item is that of all: "10, 50 and 54 degrees".
+    plain = [x for x in others if isinstance(x, Quantity) and not (x.unit or x.degrees)]
+    if isinstance(last, Quantity) and (last.unit or last.degrees) and len(plain) == len(others):
+        unit = {"unit": last.unit, "known_unit": last.known_unit, "degrees": last.degrees}
+        return Several((*(dataclasses.replace(x, **unit) for x in plain), last))
+    return Several(tuple(items))
 
 
 def _relation(tokens: list[Token], depth: int) -> Answer | None:

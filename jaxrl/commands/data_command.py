@@ -15,7 +15,7 @@ import argparse
 import functools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
@@ -50,13 +50,21 @@ def main(argv: Sequence[str]) -> int:
     # A recipe has settings for each of its files, a file has those of the flags.
     if bool(args.files) == bool(args.config):
         raise UserError("name files of problems, or a recipe with --config, and not both")
-    if args.config:
-        _of_recipe(args, overrides)
     # They would be ignored without a word.
-    elif overrides:
+    if overrides and not args.config:
         raise UserError("--config.NAME=VALUE changes a recipe; name one with --config")
-    else:
+    if not args.config:
         _of_files(args)
+        return 0
+    config = with_hub_files(load_config(Config, args.config, overrides), weights=False)
+    truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
+    problems = ProblemReader(config.data, needs_truths=needs_truths(config)).read(truths)
+    if directory := tokenizer_directory(config):
+        tokenizer = load_tokenizer(directory)
+    else:
+        size = config.model.vocab_size
+        tokenizer = tokenizer_from(problems, (), config.data, vocab_size=size)
+    _report(problems, config.data, tokenizer, args)
     return 0
 
 
@@ -76,18 +84,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
     of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
     return parser
-
-
-def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    config = with_hub_files(load_config(Config, args.config, overrides), weights=False)
-    truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
-    problems = ProblemReader(config.data, needs_truths=needs_truths(config)).read(truths)
-    if directory := tokenizer_directory(config):
-        tokenizer = load_tokenizer(directory)
-    else:
-        size = config.model.vocab_size
-        tokenizer = tokenizer_from(problems, (), config.data, vocab_size=size)
-    _report(problems, config.data, tokenizer, args)
 
 
 def _of_files(args: argparse.Namespace) -> None:

@@ -44,7 +44,24 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
     Raises:
       UserError: something cannot be fetched; all such things are named, and missing devices beside them.
     """
-    wanted = _wanted(config, weights=weights)
+    # By the setting of each name: what asks the hub for it, and what returns its path here.
+    wanted: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    roles = [row.setting for row in ROLES.values() if row.setting]
+    models = ("tokenizer.path", *((*_MODELS, *roles) if weights else ()))
+    for setting, text in flatten_config(config).items():
+        group, _, field = setting.rpartition(".")
+        splits = _ROWS.get(setting)
+        if field == "path" and splits is None:
+            splits = _GROUPS.get(group.rpartition(".")[0])
+        name = hub_name(text) if splits or setting in models else None
+        if name is None:
+            continue
+        hub, bind = open_hub(), functools.partial
+        if splits:
+            wanted[setting] = bind(hub.check_rows, name, splits), bind(hub.rows, name, splits)
+        else:
+            only = {"tokenizer_only": setting == "tokenizer.path"}
+            wanted[setting] = bind(hub.check_model, name, **only), bind(hub.model, name, **only)
     if not wanted:
         return config
     faults = Faults()
@@ -60,27 +77,3 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
         hosts.on_first(fetch)
         tree.update_from_flattened_dict({setting: str(fetch())})
     return from_config_dict(Config, tree)
-
-
-def _wanted(config: Config, *, weights: bool) -> dict[str, tuple[Callable[[], Any], ...]]:
-    """By the setting of each name: what asks the hub for it, and what returns its path here."""
-    roles = [row.setting for row in ROLES.values() if row.setting]
-    models = ("tokenizer.path", *((*_MODELS, *roles) if weights else ()))
-    wanted = {}
-    for setting, text in flatten_config(config).items():
-        group, _, field = setting.rpartition(".")
-        splits = _ROWS.get(setting)
-        if field == "path" and splits is None:
-            splits = _GROUPS.get(group.rpartition(".")[0])
-        name = hub_name(text) if splits or setting in models else None
-        if name is None:
-            continue
-        hub = open_hub()
-        if splits:
-            asks = [functools.partial(ask, name, splits) for ask in (hub.check_rows, hub.rows)]
-        else:
-            only = setting == "tokenizer.path"
-            both = hub.check_model, hub.model
-            asks = [functools.partial(ask, name, tokenizer_only=only) for ask in both]
-        wanted[setting] = tuple(asks)
-    return wanted

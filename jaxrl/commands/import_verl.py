@@ -106,7 +106,14 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
         raise UserError(" ".join([f"{error}.", *file.remarks]).rstrip(".")) from error
     text = recipe_text(path, file, found)
     # Written even if it is refused: mending a line is less work than finding it.
-    fault = _fault_of(text)
+    fault = ""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = pathlib.Path(folder, "imported.py")
+        recipe.write_text(text)
+        try:
+            load_config(Config, str(recipe), {})
+        except UserError as error:
+            fault = str(error).removeprefix(f"{recipe}:")
     if out:
         try:
             # A recipe that somebody has changed is not overwritten.
@@ -126,18 +133,6 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
     )
     if fault:
         raise UserError(f"the recipe was written, and is refused as it stands: {fault}")
-
-
-def _fault_of(text: str) -> str:
-    """Why a recipe is refused; "" if it loads."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "imported.py")
-        path.write_text(text)
-        try:
-            load_config(Config, str(path), {})
-        except UserError as error:
-            return str(error).removeprefix(f"{path}:")
-    return ""
 
 
 def _remarks(source: str, file: VerlFile, found: Import) -> Iterator[str]:

@@ -172,7 +172,6 @@ def small_settings(config: Config, pools: Sequence[Pool]) -> dict[str, Any]:
         "sft.num_steps": min(config.sft.num_steps, 2 if trains else NUM_STEPS),
         "sft.examples_per_step": min(config.sft.examples_per_step, 8),
         "sft.save_every": SAVE_EVERY,
-        "sft.log_every": 1,
         "run.num_steps": NUM_STEPS if trains else 0,
         "run.save_every": SAVE_EVERY,
         "run.loggers": (),

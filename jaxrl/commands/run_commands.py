@@ -20,7 +20,7 @@ from jaxrl.planner import plan_output
 from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
-from jaxrl.rewards.user import user_reward
+from jaxrl.rewards.user import reward_function
 from jaxrl.tracking.durable import ensure_writable, take_lock
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
@@ -102,7 +102,7 @@ def check_for_plan(config: Config) -> None:
     for setting, grader in graders.items():
         faults(setting, functools.partial(check_grader, *grader))
     for name, function in config.reward.functions.items():
-        faults(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
+        faults(f"reward.functions.{name}", functools.partial(reward_function, function["path"]))
     if agent := config.rollout.agent:
         faults("rollout.agent", functools.partial(load_agent, agent))
     faults.check()

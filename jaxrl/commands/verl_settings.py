@@ -1,9 +1,10 @@
 """Converts settings of verl to settings of jaxrl (docs/from_verl.md has the same as tables).
 
-`verl_same.txt` has the settings with one counterpart each, `verl_without.txt` those without. The functions
-here convert those that belong together: batches, layouts, losses, KL, correction, data, schedules. Where a
-file does not have a setting, verl's default counts if ours differs, so that the recipe trains what verl would
-train. Names leave out "actor_rollout_ref.".
+`verl_same.txt` has the settings with one counterpart each, `verl_without.txt` those without, and
+`verl_tables.yaml` the names of losses, advantages and the like. The functions here convert settings that
+belong together: batches, layouts, losses, KL, correction, data, schedules. Where a file does not have a
+setting, verl's default counts if ours differs, so that the recipe trains what verl would train. Names leave
+out "actor_rollout_ref.".
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import yaml
+
 from jaxrl.config.shapes import is_here
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
@@ -25,23 +28,6 @@ from jaxrl.models.shapes import SHAPES
 
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _CORRECTION = "algorithm.rollout_correction"
-
-# Names of other releases and recipes.
-_ALIASES = {
-    "reward_model.overlong_buffer.": f"{_OVERLONG}.",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.": f"{_OVERLONG}.",
-    "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "custom_reward_function.": "reward.custom_reward_function.",
-    "actor.optim.clip_grad": "actor.grad_clip",
-    "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
-    "actor.fsdp_config.ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
-    "model.lora.rank": "model.lora_rank",
-    "model.lora.alpha": "model.lora_alpha",
-    "model.lora.target_modules": "model.target_modules",
-}
 
 
 class Counterpart(NamedTuple):
@@ -98,46 +84,7 @@ _TRUE_IN_VERL = ("data.shuffle", "trainer.val_before_train")
 # Composition and launching of Hydra, and the classes that values belong to.
 _IGNORED = ("hydra.*", "*._target_", "defaults", "_self_")
 
-_LORA_TARGETS = {
-    **{f"{name}_proj": (name,) for name in ("q", "k", "v", "o", "gate", "up", "down")},
-    "linear_qkv": ("q", "k", "v"),
-    "linear_proj": ("o",),
-    "linear_fc1": ("gate", "up"),
-    "linear_fc2": ("down",),
-}
-_KL_ESTIMATES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} | {
-    name: name for name in ("k1", "k2", "k3", "abs")
-}
-ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"} | {
-    name: name
-    for name in (
-        *("gae", "grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "remax"),
-        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline"),
-    )
-}
-LOSSES = {"vanilla": "clipped"} | {
-    name: name
-    for name in (
-        *("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
-        *("dppo_tv", "dppo_kl"),
-    )
-}
-
-
-# Of a loss: its options, each with the setting of verl below actor. and verl's default.
-_LOSS_OPTIONS = {
-    "sapo": {"tau_positive": ("tau_pos", 1.0), "tau_negative": ("tau_neg", 1.05)},
-    "dro": {"beta": ("policy_loss.dro_beta", 0.0)},
-    "clip_cov": {
-        "fraction": ("policy_loss.clip_cov_ratio", 2e-4),
-        "lowest": ("policy_loss.clip_cov_lb", 1.0),
-        "highest": ("policy_loss.clip_cov_ub", 5.0),
-    },
-    "kl_cov": {
-        "fraction": ("policy_loss.kl_cov_ratio", 2e-4),
-        "kl_coef": ("policy_loss.ppo_kl_coef", 0.1),
-    },
-}
+_TABLES = yaml.safe_load(pathlib.Path(__file__).with_name("verl_tables.yaml").read_text("utf-8"))
 
 
 class Line(NamedTuple):
@@ -178,7 +125,7 @@ class _Verl(Import):
             # Without the prefix these are other settings, of asynchronous trainers.
             if name == long and name.split(".")[0] in ("actor", "rollout", "ref", "model"):
                 name = f"/{name}"
-            for old, new in _ALIASES.items():
+            for old, new in _TABLES["aliases"].items():
                 if name == old or (old.endswith(".") and name.startswith(old)):
                     name = new + name[len(old) :]
                     break
@@ -473,11 +420,13 @@ def _model(verl: _Verl) -> None:
     verl.put("model.lora.rank", rank, "model.lora_rank")
     if targets != "all-linear":
         modules = [str(name) for name in (targets if isinstance(targets, list) else [targets])]
-        if not set(modules) <= _LORA_TARGETS.keys():
+        if not set(modules) <= _TABLES["lora_targets"].keys():
             verl.say(
-                f"target_modules {targets!r}: only {', '.join(_LORA_TARGETS)} can have adapters."
+                f"target_modules {targets!r}: only {', '.join(_TABLES['lora_targets'])} can have adapters."
             )
-        if known := tuple(ours for name in modules for ours in _LORA_TARGETS.get(name, ())):
+        if known := tuple(
+            ours for name in modules for ours in _TABLES["lora_targets"].get(name, ())
+        ):
             verl.put("model.lora.targets", known, "model.target_modules")
 
 
@@ -560,7 +509,7 @@ def _counterpart(name: str, value: Any, known: Mapping[str, str]) -> str:
 
 def _dataflow(verl: _Verl) -> None:
     estimator = verl.get("algorithm.adv_estimator", "gae", str)
-    advantage = _counterpart("algorithm.adv_estimator", estimator, ADVANTAGES)
+    advantage = _counterpart("algorithm.adv_estimator", estimator, _TABLES["advantages"])
     filters = bool(verl.get("algorithm.filter_groups.enable", False))
     dataflow = {"gae": "ppo", "remax": "remax"}.get(estimator, "dapo" if filters else "grpo")
     names = ("algorithm.adv_estimator", "algorithm.filter_groups.enable")
@@ -610,7 +559,7 @@ def _dataflow(verl: _Verl) -> None:
 def _loss(verl: _Verl) -> None:
     number = lambda name, default: verl.get(f"actor.{name}", default, float)  # noqa: E731
     mode = verl.get("actor.policy_loss.loss_mode", "vanilla", str)
-    loss = _counterpart("policy_loss.loss_mode", mode, LOSSES)
+    loss = _counterpart("policy_loss.loss_mode", mode, _TABLES["losses"])
     width = number("clip_ratio", 0.2)
     low, high = number("clip_ratio_low", width), number("clip_ratio_high", width)
     if width != 0.2 and not verl.has("actor.clip_ratio_"):
@@ -629,7 +578,7 @@ def _loss(verl: _Verl) -> None:
     # All are read, so that those of another loss are not named as unknown.
     options = {
         kind: {ours: number(*theirs) for ours, theirs in table.items()}
-        for kind, table in _LOSS_OPTIONS.items()
+        for kind, table in _TABLES["loss_options"].items()
     }
     options = {**by_mode.get(mode, {}), **options.get(mode, {})}
     verl.put("algorithm.loss", loss, "actor.policy_loss.loss_mode")
@@ -657,9 +606,10 @@ def _loss(verl: _Verl) -> None:
 def _kl(verl: _Verl) -> None:
     def estimate(name: str, kind: Any) -> str:
         plain = str(kind).removesuffix("+")
-        if plain not in _KL_ESTIMATES:
-            _counterpart(name, kind, _KL_ESTIMATES)
-        return _KL_ESTIMATES[plain] + str(kind)[len(plain) :]
+        known = _TABLES["kl_estimates"]
+        if plain not in known:
+            _counterpart(name, kind, known)
+        return known[plain] + str(kind)[len(plain) :]
 
     names = ("actor.kl_loss_coef", "actor.kl_loss_type")
     coef, kind = verl.get(names[0], 0.001, float), verl.get(names[1], "low_var_kl")

@@ -15,6 +15,7 @@ recipe as text only.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import math
 import pathlib
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
 
+from jaxrl.checks import bare
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
 from jaxrl.flags import help_of
@@ -70,7 +72,17 @@ def run(
     program, *arguments = sys.argv if argv is None else argv
     switches = switches or {}
     overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
-    own, groups = _parse_own_flags(program, rest, switches)
+    # A FlagValues of its own instead of absl's global one: a process may run several commands.
+    own = flags.FlagValues()
+    flags.DEFINE_string("config", None, "recipe file", flag_values=own)
+    flags.DEFINE_boolean("help", False, "show the settings", short_name="h", flag_values=own)
+    for name, text in switches.items():
+        flags.DEFINE_boolean(name, False, text, flag_values=own)
+    try:
+        # What is no flag are names of groups after --help.
+        _, *groups = own([program, *rest])
+    except flags.Error as error:
+        raise UserError(f"{error} (--help lists all flags and settings)") from error
     if own["help"].value:
         print(_usage(program, command, config_class, switches, groups))
         return 0
@@ -171,7 +183,7 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
 
 def _parsed(text: str, kind: Any) -> Any:
     """The value that a text means for a setting of a type. Text of another type stays text."""
-    inner = config_tree.without_none(kind)
+    inner = bare(kind)
     is_text = inner is str or all(isinstance(x, str) for x in typing.get_args(inner) or (0,))
     if text.lower() == "none" and (config_tree.accepts_none(kind) or not is_text):
         return None
@@ -292,28 +304,14 @@ def take_overrides(
     return overrides, rest
 
 
-def _parse_own_flags(
-    program: str, arguments: Sequence[str], switches: Mapping[str, str]
-) -> tuple[flags.FlagValues, list[str]]:
-    """(the flags, the arguments that are none: names of groups after --help)."""
-    # A FlagValues of its own instead of absl's global one: a process may run several commands.
-    own = flags.FlagValues()
-    flags.DEFINE_string("config", None, "recipe file", flag_values=own)
-    flags.DEFINE_boolean("help", False, "show the settings", short_name="h", flag_values=own)
-    for name, text in switches.items():
-        flags.DEFINE_boolean(name, False, text, flag_values=own)
-    try:
-        _, *positional = own([program, *arguments])
-    except flags.Error as error:
-        raise UserError(f"{error} (--help lists all flags and settings)") from error
-    return own, positional
-
-
 def told_names(cls: type) -> tuple[str, ...]:
     """Dotted names of the fields of `cls` whose values come from the model's files."""
-    names = getattr(cls, "FROM_CHECKPOINT", ())
-    for name, annotation in typing.get_type_hints(cls).items():
-        if group := config_tree.group_class(annotation):
+    names: tuple[str, ...] = ()
+    hints = typing.get_type_hints(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        if name not in getattr(cls, "SETTINGS", (name,)):
+            names += (name,)
+        elif group := config_tree.group_class(hints[name]):
             names += tuple(f"{name}.{told}" for told in told_names(group))
     return names
 

@@ -111,14 +111,14 @@ def _plain(value: Any) -> Any:
 def leaf_types(cls: type) -> dict[str, Any]:
     """The annotation of every setting of `cls` by dotted name, in the order of the fields.
 
-    An optional group is listed before its settings, because it can itself be set to None. Fields listed in
-    a class's `FROM_CHECKPOINT` are left out: their values come from the model's files.
+    An optional group is listed before its settings, because it can itself be set to None. Of a class
+    with `SETTINGS` only these are listed: the others come from the model's files.
     """
     leaves = {}
     # Not the fields' types: these are text under `from __future__ import annotations`.
     for name, annotation in typing.get_type_hints(cls).items():
         if (
-            name in getattr(cls, "FROM_CHECKPOINT", ())
+            name not in getattr(cls, "SETTINGS", (name,))
             or typing.get_origin(annotation) is typing.ClassVar
         ):
             continue
@@ -176,7 +176,7 @@ def setting_type(cls: type, name: str) -> Any:
     """The annotation of a setting, or of an entry of a free-form dict; None if there is none of that name."""
     kind: Any = cls
     for part in name.split("."):
-        inner = without_none(kind)
+        inner = checks.bare(kind)
         if dataclasses.is_dataclass(inner):
             kind = typing.get_type_hints(typing.cast("type", inner)).get(part)
         elif is_dict(inner):
@@ -188,28 +188,15 @@ def setting_type(cls: type, name: str) -> Any:
 
 def accepts_none(annotation: Any) -> bool:
     """Whether `annotation` allows None."""
-    return annotation is Any or types.NoneType in _union_members(annotation)
+    return annotation is Any or types.NoneType in typing.get_args(annotation)
 
 
 def group_class(annotation: Any) -> type | None:
     """The dataclass in `X` or `X | None`; None if `annotation` is not a group of settings."""
-    inner = without_none(annotation)
+    inner = checks.bare(annotation)
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 
 def is_dict(annotation: Any) -> bool:
     """Whether settings of an annotation are free-form dicts."""
     return (typing.get_origin(annotation) or annotation) in (dict, Mapping)
-
-
-def without_none(annotation: Any) -> Any:
-    """`X` of `X | None`; any other annotation as it is."""
-    members = [m for m in _union_members(annotation) if m is not types.NoneType]
-    return members[0] if len(members) == 1 else annotation
-
-
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a tuple of `annotation` alone if it is not a union."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)

@@ -27,8 +27,7 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_P, truncation_of
-from jaxrl.tracking.run_config import RunConfig
-from jaxrl.tracking.run_folder import RunFolder, StageFolder
+from jaxrl.tracking.run_folder import RunConfig, RunFolder, StageFolder
 from jaxrl.user_code import names_function
 
 
@@ -53,8 +52,6 @@ class SftConfig:
     """Optimiser of this stage."""
     save_every: Annotated[int, steps(1)] = 200
     """Number of steps between checkpoints."""
-    log_every: Annotated[int, steps(1)] = 1
-    """Number of steps between rows of the log."""
 
     def __post_init__(self):
         if self.run and not self.num_steps:

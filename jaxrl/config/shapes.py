@@ -44,34 +44,30 @@ def step_shape(config: Config, meshes: Sequence[Mesh] = ()) -> PackedShape:
     With the meshes of its roles, "auto" rows are as long as prompts with several answers need.
     """
     rollout, limits = config.rollout, row_limits(config)
-    if meshes and config.train.row_tokens == "auto" and config.train.share_prompts:
+    # Pipeline stages share out rows, so fewer might not divide; rows that are split over devices share no
+    # prompts.
+    split = any(
+        shards_of(axis, TRAIN_RULES, mesh) > 1 for mesh in meshes for axis in ("layers", "length")
+    )
+    if meshes and not split and config.train.row_tokens == "auto" and config.train.share_prompts:
+        # Fewer rows with as many tokens of a microbatch, or twice as many if a row then holds a whole group.
         # Each answer begins with the last token of the prompt (`roles.batches.pack_completions`).
         group = config.data.max_prompt_tokens - 1
         group += rollout.num_samples * (rollout.max_response_tokens + 1)
-        limits = _with_longer_rows(limits, meshes, group)
+        # Roles may split the batch into other numbers, and the rows have to divide for each of them.
+        parts = math.lcm(*(shards_of("batch", TRAIN_RULES, mesh) for mesh in meshes))
+        of_device, most = limits.rows // parts, max(_LONGEST_ROW, limits.tokens)
+        merged = max(
+            n for n in range(1, of_device + 1) if of_device % n == 0 and n * limits.tokens <= most
+        )
+        # In multiples of 64, as `Config.row_tokens`.
+        tokens, group = merged * limits.tokens, -(-group // 64) * 64
+        if merged == of_device and group <= min(2 * tokens, most):
+            tokens = max(tokens, group)
+        limits = dataclasses.replace(limits, rows=limits.rows // merged, tokens=tokens)
     # As many further conversations of agents as there are samples: `roles.batches.pack_completions`.
     sequences = rollout.num_prompts * rollout.num_samples * (2 if rollout.agent else 1)
     return limits.shape(sequences, minibatches=config.algorithm.updates_per_step)
-
-
-def _with_longer_rows(limits: RowLimits, meshes: Sequence[Mesh], group: int) -> RowLimits:
-    """Fewer rows with as many tokens of a microbatch, or twice as many if a row then holds a whole group."""
-    axes = ("layers", "length")
-    # Pipeline stages share out rows, so fewer might not divide; rows that are split over devices share no
-    # prompts.
-    if any(shards_of(axis, TRAIN_RULES, mesh) > 1 for mesh in meshes for axis in axes):
-        return limits
-    # Roles may split the batch into other numbers, and the rows have to divide for each of them.
-    of_device = limits.rows // math.lcm(*(shards_of("batch", TRAIN_RULES, mesh) for mesh in meshes))
-    most = max(_LONGEST_ROW, limits.tokens)
-    merged = max(
-        n for n in range(1, of_device + 1) if of_device % n == 0 and n * limits.tokens <= most
-    )
-    # In multiples of 64, as `Config.row_tokens`.
-    tokens, group = merged * limits.tokens, -(-group // 64) * 64
-    if merged == of_device and group <= min(2 * tokens, most):
-        tokens = max(tokens, group)
-    return dataclasses.replace(limits, rows=limits.rows // merged, tokens=tokens)
 
 
 def engine_config(
@@ -182,8 +178,23 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
     if not config.weights:
         return _for_run(config.model, config), "config.model, random weights"
     if is_here(config.weights):
-        stored = read_config(config.weights)
-        _check_stated(config.model, stored, config.weights)
+        model, stored = config.model, read_config(config.weights)
+        # Scores instead of logits make it a scalar model, which the user must ask for explicitly.
+        names = [
+            name
+            for name in dict.fromkeys((*_stated(model), "num_scores"))
+            if getattr(model, name) != getattr(stored, name)
+        ]
+        if names:
+            different = "; ".join(
+                f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
+                for name in names
+            )
+            overrides = " ".join(f"--config.model.{n}={getattr(stored, n)}" for n in names)
+            raise UserError(
+                f"the config does not describe the model in {config.weights}: {different}. Leave these "
+                f"settings out, which takes them from the checkpoint, or say {overrides}, or change `weights`"
+            )
         of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
         stored = _for_run(stored, config)
         return dataclasses.replace(stored, **of_the_run), config.weights
@@ -239,22 +250,3 @@ def _stated(model: ModelConfig) -> list[str]:
         if field.name not in _OF_THE_RUN
         and getattr(model, field.name) != getattr(default, field.name)
     ]
-
-
-def _check_stated(model: ModelConfig, stored: ModelConfig, directory: str) -> None:
-    # Scores instead of logits make it a scalar model, which the user must ask for explicitly.
-    names = [
-        name
-        for name in dict.fromkeys((*_stated(model), "num_scores"))
-        if getattr(model, name) != getattr(stored, name)
-    ]
-    if names:
-        different = "; ".join(
-            f"model.{name} = {getattr(model, name)}, but {getattr(stored, name)} in the checkpoint"
-            for name in names
-        )
-        overrides = " ".join(f"--config.model.{name}={getattr(stored, name)}" for name in names)
-        raise UserError(
-            f"the config does not describe the model in {directory}: {different}. Leave these settings out, "
-            f"which takes them from the checkpoint, or say {overrides}, or change `weights`"
-        )

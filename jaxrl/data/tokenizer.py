@@ -102,10 +102,6 @@ class Tokenizer:
             )
         return self.chat_template.render(messages, **options)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> np.ndarray:
-        """The int32 [T] ids of `render_chat`."""
-        return self.encode(self.render_chat(messages, **options))
-
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes the files that `load_tokenizer` reads.
 

@@ -26,7 +26,7 @@ from jaxrl.process_pool import Interrupted
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, judge_scores
-from jaxrl.rewards.score import AskedVerdicts, Term, grader_term, score_completions, weighted_sum
+from jaxrl.rewards.score import AskedVerdicts, Term, score_completions, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
@@ -317,7 +317,7 @@ class Rewards:
                 metrics |= measured
             verdicts = self._grading.collect(begun)
             scored = score_completions(completions, verdicts, overlong=self._overlong)
-            terms = [grader_term(scored, weight=self._grader_weight), *others]
+            terms = [Term("grader", self._grader_weight, scored.score_B), *others]
             metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)
             # Other rewards on one host would make other weights there.

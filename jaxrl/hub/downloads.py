@@ -190,7 +190,7 @@ class Hub:
                     files = (path for path in folder.rglob("*") if path.is_file())
                     names = sorted(path.relative_to(folder).as_posix() for path in files)
                 else:
-                    names = _names(info)
+                    names = sorted(sibling.rfilename for sibling in info.siblings or ())
             except UserError as error:
                 refusals.append(error)
                 continue
@@ -329,7 +329,7 @@ class Hub:
 
 def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]:
     """Files to fetch of a model: those in its main directory, in formats that hold no code."""
-    names = [n for n in _names(info) if "/" not in n]
+    names = sorted(s.rfilename for s in info.siblings or () if "/" not in s.rfilename)
     found = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in _MODEL_FILES)]
     if tokenizer_only:
         return [n for n in found if ".safetensors" not in n]
@@ -341,10 +341,6 @@ def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]
         f"{name} has {has}; jaxrl reads safetensors, which hold no code: take a revision that has them, or "
         "convert it with save_pretrained of Transformers"
     )
-
-
-def _names(info: Any) -> list[str]:
-    return sorted(sibling.rfilename for sibling in info.siblings or ())
 
 
 def _some(names: Sequence[str], *, at_most: int = 4) -> str:

@@ -43,8 +43,7 @@ from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.slot_choice import with_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import step_times
-from jaxrl.trainer.algorithm import algorithm_of, pools_of
-from jaxrl.trainer.roles import check_role_batches
+from jaxrl.trainer.algorithm import pools_of
 from jaxrl.types import TrainBatch, ValueBatch
 
 # Assumed memory of a device if a config chooses its slots by memory and no device is known.
@@ -73,13 +72,12 @@ def trace_plan(
             'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
             "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
         )
-    algorithm, meshes = algorithm_of(config), abstract_meshes(config)
+    meshes = abstract_meshes(config)
     slots_are_chosen = config.rollout.slots == "auto"
     memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
     # The roles below have as many slots as were chosen.
-    config = with_slots(config, algorithm, meshes, memory)
-    check_role_batches(config, meshes)
-    roles = planned_roles(config, algorithm, meshes)
+    config = with_slots(config, meshes, memory)
+    roles = planned_roles(config, meshes)
     if cluster is not None:
         pools = tuple(roles.pools.values())
         check_num_devices(pools, cluster.name, cluster.accelerator, cluster.num_devices)
@@ -110,24 +108,15 @@ def trace_plan(
         planned_pool(pool, (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)))
         for pool in roles.pools.values()
     )
-    notes = [("shape of the model", roles.models.origin), *roles.models.assumed]
+    slots = ()
     if slots_are_chosen:
         size = f"{memory / 1e9:.0f} GB"
-        slots = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
-        notes.append(("rollout.slots", slots))
-    if config.rollout.partial:
-        waits = "unfinished samples wait on the host from one step to the next"
-        notes.append(("rollout.max_staleness", waits))
-    if config.sft.num_steps:
-        notes.append(("SFT", "the stage before: the same weights, batches of its own"))
-    left_out = ()
-    if config.cost.pretrain_coef and "cost" in roles.roles.others:
-        left_out = (("cost.pretrain_coef", "the batch of written solutions in every update"),)
+        chosen = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
+        slots = (("rollout.slots", chosen),)
     return Plan(
-        title=f"{config.name}, {algorithm.dataflow.title}",
+        title=f"{config.name}, {roles.algorithm.dataflow.title}",
         pools=pools,
-        notes=(*notes, *describe_flow(roles), *operations),
-        left_out=left_out,
+        notes=(*slots, *_notes(roles), *operations),
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
     )
 
@@ -187,7 +176,7 @@ def compile_plan(
     return Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
         pools=planned,
-        notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
+        notes=tuple(_notes(roles)),
         target=topology,
         times=step_times(roles, cluster, load, seconds),
     )
@@ -201,8 +190,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
       topology: devices to compile for.
       watch: function called with each program that is compiled to choose the number of slots.
     """
-    algorithm = algorithm_of(config)
-    pools = pools_of(config, algorithm.roles)
+    pools = pools_of(config)
     check_num_devices(pools, topology.name, topology.accelerator, len(topology.devices))
     meshes = meshes_on(config, topology.devices)
 
@@ -211,11 +199,8 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
         watch(found)
         return found.total
 
-    memory = topology.memory_bytes
-    config = with_slots(config, algorithm, meshes, memory, compile_and_watch)
-    roles = planned_roles(config, algorithm, meshes)
-    check_role_batches(config, meshes)
-    return roles
+    config = with_slots(config, meshes, topology.memory_bytes, compile_and_watch)
+    return planned_roles(config, meshes)
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
@@ -243,26 +228,20 @@ def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Top
 
 
 def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
-    config, engine = roles.config, roles.engine
-    yield (
-        "slots",
-        f"{engine.config.slots:,} over {engine.shards} replicas, {engine.config.slots // engine.shards} on "
-        f"each, room for {engine.cache_sizes[-1]:,} tokens in each",
-    )
-    if (pages := engine.pages) is not None:
-        yield (
-            "pages",
-            f"{pages.num_pages - 1:,} of {pages.page_tokens} tokens on each replica, for all its slots",
-        )
+    config = roles.config
+    yield "shape of the model", roles.models.origin
+    yield from roles.models.assumed
     if config.rollout.partial:
         yield (
             "rollout.max_staleness",
-            "unfinished samples are prefilled again, which is not in the lower bound",
+            "unfinished samples wait on the host between steps; that they are prefilled again is not in the "
+            "lower bound",
         )
-    if config.cost.pretrain_coef and "cost" in roles.roles.others:
-        yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"
     if config.sft.num_steps:
-        yield "SFT", "not planned: the same weights, batches of its own"
+        yield "SFT", "not planned: the stage before has the same weights, and batches of its own"
+    yield from describe_flow(roles)
+    if config.cost.pretrain_coef and "cost" in roles.roles.others:
+        yield "not counted: cost.pretrain_coef", "the batch of written solutions in every update"
 
 
 def peak_memory_line(config: Config) -> str:

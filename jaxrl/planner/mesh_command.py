@@ -44,6 +44,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
+from jaxrl.planner.compiled.traffic import Collective
 from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.planner.resharding_costs import (
     Measured,
@@ -126,19 +127,16 @@ class Case:
 
     Attributes:
       strategy, mesh: the strategy, and the mesh in its order of devices.
-      formula: costs by Table 2 of the paper.
-      least: lower bound of the costs, from the shardings.
-      procedure: costs of the paper's procedure, compiled; None if a program does not fit into a device.
-      rules: costs of the programs that the compiler derives from the two sets of sharding rules; None if a
-        program does not fit into a device.
+      costs: costs by source: Table 2 of the paper, their lower bound from the shardings, and those of
+        programs: of the paper's procedure, and of what the compiler derives from the two sets of rules. None
+        if a program does not fit into a device.
+      collectives: those of the last source, as (number of runs, collective); None if it does not fit.
     """
 
     strategy: ShardingStrategy
     mesh: Mesh
-    formula: ReshardingCosts
-    least: ReshardingCosts
-    procedure: Measured | None
-    rules: Measured | None
+    costs: Mapping[str, ReshardingCosts | None]
+    collectives: Sequence[tuple[int, Collective]] | None
 
 
 def compiled_case(
@@ -168,8 +166,13 @@ def compiled_case(
 
     rules = if_it_fits(of_resharding, resharding)
     procedure = rules if strategy is HYBRID else if_it_fits(of_gather_and_keep, resharding.weights)
-    formula, least = table_2(layout, model_bytes)[strategy.name], from_shardings(resharding.weights)
-    return Case(strategy, mesh, formula, least, procedure, rules)
+    costs = {
+        "Table 2": table_2(layout, model_bytes)[strategy.name],
+        "specs, at least": from_shardings(resharding.weights),
+        "compiled: as in the paper": procedure and procedure.costs,
+        "compiled: from two tables": rules and rules.costs,
+    }
+    return Case(strategy, mesh, costs, rules and rules.collectives)
 
 
 def groups(sizes: Mapping[str, int], axes: Iterable[str]) -> list[tuple[int, ...]]:
@@ -216,7 +219,7 @@ def _lines(case: Case) -> Iterator[str]:
         yield f"  {name:22} {found}"
     yield "  the compiler wrote"
     merged: dict[Any, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for count, collective in case.rules.collectives if case.rules else ():
+    for count, collective in case.collectives or ():
         entry = merged[collective.kind, collective.groups]
         entry[0] += count
         entry[1] += count * collective.result_bytes
@@ -226,7 +229,8 @@ def _lines(case: Case) -> Iterator[str]:
         where = "from, to" if kind == "collective-permute" else "in"
         yield f"  {count:5} x {kind}, {_size(nbytes)} a device, {where} {words}"
     if not merged:
-        yield "      nothing: no weight moves" if case.rules else "      what does not fit"
+        fits = case.collectives is not None
+        yield "      nothing: no weight moves" if fits else "      what does not fit"
     if len(merged) > _MAX_COLLECTIVES:
         yield f"    ... {len(merged)} kinds in all"
 
@@ -239,20 +243,13 @@ def _costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
     table.add_column("source")
     for case in cases:
         table.add_column(case.strategy.system, justify="right", no_wrap=True)
-    sources: dict[str, Callable[[Case], ReshardingCosts | None]] = {
-        "Table 2": lambda case: case.formula,
-        "specs, at least": lambda case: case.least,
-        "compiled: as in the paper": lambda case: case.procedure and case.procedure.costs,
-        "compiled: from two tables": lambda case: case.rules and case.rules.costs,
-    }
     for field in dataclasses.fields(ReshardingCosts):
-        for number, (source, costs_of) in enumerate(sources.items()):
-            shown = []
-            for case in cases:
-                costs = costs_of(case)
-                value = 0 if costs is None else getattr(costs, field.name)
-                share = f"{_size(value)}  {float(value / model_bytes):6.4f} M"
-                shown.append("does not fit" if costs is None else share)
+        for number, source in enumerate(cases[0].costs):
+            shown = ["does not fit"] * len(cases)
+            for i, case in enumerate(cases):
+                if (costs := case.costs[source]) is not None:
+                    value = getattr(costs, field.name)
+                    shown[i] = f"{_size(value)}  {float(value / model_bytes):6.4f} M"
             table.add_row("" if number else field.name, source, *shown)
         table.add_section()
     return table

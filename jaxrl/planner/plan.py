@@ -65,7 +65,6 @@ class Plan:
       title: title of the run.
       pools: pools of devices.
       notes: (subject, text) pairs to print; in a traced plan also the batch flow of a step.
-      left_out: (subject, reason) pairs of everything that is not counted.
       target: devices that it was compiled for; None if it was only traced.
       times: predicted seconds of a step; None if no devices are named.
     """
@@ -73,7 +72,6 @@ class Plan:
     title: str
     pools: tuple[PlannedPool, ...]
     notes: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
     target: Topology | None = None
     times: StepTimes | None = None
 
@@ -93,7 +91,6 @@ class Plan:
             "title": self.title,
             "fits": self.fits,
             "notes": self.notes,
-            "left_out": self.left_out,
             "pools": [
                 dataclasses.asdict(pool)
                 | {"bytes": {phase: pool.bytes_in(phase) for phase in PHASES}}
@@ -175,10 +172,14 @@ def describe_flow(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
         f"at most {engine.max_response_tokens:,} tokens{greedy}{batches}",
     )
     idle = rollout.slots != "auto" and rollout.slots > engine.slots
+    room = f"room for {roles.engine.cache_sizes[-1]:,} tokens in each"
+    if (pages := roles.engine.pages) is not None:
+        count = pages.num_pages - 1
+        room = f"{count:,} pages of {pages.page_tokens} tokens on each replica, for all its slots"
     yield (
         "decoding",
-        f"{engine.slots:,} slots over {replicas} replicas, {engine.slots // replicas} on each; every slot "
-        f"is filled {sampled / engine.slots:.1f} times a batch"
+        f"{engine.slots:,} slots over {replicas} replicas, {engine.slots // replicas} on each, {room}; every "
+        f"slot is filled {sampled / engine.slots:.1f} times a batch"
         + (f"; rollout.slots {rollout.slots:,} are more than its samples" if idle else ""),
     )
     yield (

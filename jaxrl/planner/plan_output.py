@@ -69,27 +69,23 @@ def show(plan: Plan, console: Console | None = None) -> None:
         whole = _PLAIN_WIDTH if plan.target is None else _WIDE
         width = console.width if "COLUMNS" in os.environ else whole
         console = Console(file=console.file, width=width, force_terminal=False, color_system=None)
+    # Names, bytes and seconds are the last to go.
+    width = console.width
+    out = (*_DETAILS, *_MORE_DETAILS) if width < _NARROW else _DETAILS if width < _WIDE else ()
     for title, names, sections in _tables(plan):
-        console.print(_table(title, names, sections, console))
+        kept = [n for n, name in enumerate(names) if name not in out]
+        lines = box.ROUNDED if console.is_terminal else box.ASCII2
+        table = Table(title=title, title_justify="left", box=lines)
+        for n in kept:
+            left = names[n] in _TEXTS
+            table.add_column(names[n], justify="left" if left else "right", overflow="fold")
+        for section in sections:
+            for row in section:
+                table.add_row(*(row[n] for n in kept if n < len(row)))
+            table.add_section()
+        console.print(table)
     if plan.times is not None:
         console.print("\n".join(_verdict(plan)), markup=False, highlight=False)
-
-
-def _table(title: str, names: Sequence[str], sections: _Sections, console: Console) -> Table:
-    width = console.width
-    # Names, bytes and seconds are the last to go.
-    out = (*_DETAILS, *_MORE_DETAILS) if width < _NARROW else _DETAILS if width < _WIDE else ()
-    kept = [n for n, name in enumerate(names) if name not in out]
-    lines = box.ROUNDED if console.is_terminal else box.ASCII2
-    found = Table(title=title, title_justify="left", box=lines)
-    for n in kept:
-        left = names[n] in _TEXTS
-        found.add_column(names[n], justify="left" if left else "right", overflow="fold")
-    for section in sections:
-        for row in section:
-            found.add_row(*(row[n] for n in kept if n < len(row)))
-        found.add_section()
-    return found
 
 
 def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
@@ -169,7 +165,6 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
                 for t in program.traffic
             ]
     yield [(what, which, "", "") for what, which in plan.notes]
-    yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]
 
 
 def _left(nbytes: int) -> str:

@@ -44,9 +44,15 @@ from jaxrl.roles.policy import Reference
 from jaxrl.roles.scores import RewardModel
 from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.trainer.algorithm import Algorithm, compared_role, pools_of
+from jaxrl.trainer.algorithm import Algorithm, algorithm_of, compared_role, pools_of
 from jaxrl.trainer.context import meshes_of
-from jaxrl.trainer.roles import RoleModels, Roles, build_roles, role_models
+from jaxrl.trainer.roles import (
+    RoleModels,
+    Roles,
+    build_roles,
+    check_role_batches,
+    role_models,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,18 +164,19 @@ class PlannedRoles:
                 yield name, program, critic.mesh
 
 
-def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any]) -> PlannedRoles:
+def planned_roles(config: Config, meshes: Mapping[str, Any]) -> PlannedRoles:
     """Builds the roles of a config for a plan.
 
     Args:
       config: config of the run.
-      algorithm: algorithm of the config.
       meshes: mesh of each role, abstract or of devices that need not be present.
 
     Raises:
       UserError: settings contradict each other or a checkpoint, something does not divide, or no memory
         could hold it.
     """
+    check_role_batches(config, meshes)
+    algorithm = algorithm_of(config)
     pools = {pool.name: pool for pool in pools_of(config, algorithm.roles)}
     # The programs of another backend are unknown; our engine stands for them.
     rollout = dataclasses.replace(config.rollout, driver="offline")

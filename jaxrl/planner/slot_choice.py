@@ -33,8 +33,7 @@ from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
 from jaxrl.planner.step_load import load_of
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS, round_up
-from jaxrl.trainer.algorithm import Algorithm, algorithm_of
-from jaxrl.trainer.roles import Meshes, check_role_batches
+from jaxrl.trainer.roles import Meshes
 
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
@@ -49,17 +48,12 @@ Compile = Callable[[Program, Any, Sequence[ResidentBuffers]], int]
 
 
 def with_slots(
-    config: Config,
-    algorithm: Algorithm,
-    meshes: Meshes,
-    memory: int,
-    compile: Compile | None = None,
+    config: Config, meshes: Meshes, memory: int, compile: Compile | None = None
 ) -> Config:
     """Returns the config with the number of slots that fit; unchanged if it has one.
 
     Args:
       config: config of the run.
-      algorithm: algorithm of the config.
       meshes: mesh of each role; with `compile` on devices that can be compiled for.
       memory: bytes of a device.
       compile: function that compiles the sampling programs, called for several numbers of slots; None
@@ -70,7 +64,7 @@ def with_slots(
     """
     if not is_open(config):
         return config
-    choice = _Choice(config, algorithm, meshes, memory)
+    choice = _Choice(config, meshes, memory)
     if config.rollout.slots != "auto":
         return choice.with_known_pages()
     return choice.config(choice.counted() if compile is None else choice.compiled(compile))
@@ -81,7 +75,6 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
     if not is_open(config):
         return config
     slots = config.rollout.slots
-    algorithm, meshes = algorithm_of(config), meshes_on(config, devices)
     # Each process sees only the memory of its own devices; all must choose the same number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
 
@@ -89,7 +82,7 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
         peak = peak_here(program)
         return hosts.on_first(lambda: peak) + co_resident_bytes(program, buffers)
 
-    config = with_slots(config, algorithm, meshes, memory, compile_here)
+    config = with_slots(config, meshes_on(config, devices), memory, compile_here)
     if hosts.is_first():
         share = f"{config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
         name = "slots" if slots == "auto" else "cache_tokens"
@@ -137,11 +130,8 @@ def most_that_fit(
 class _Choice:
     """The number of slots of a replica, for one config and memory."""
 
-    def __init__(self, config: Config, algorithm: Algorithm, meshes: Meshes, memory: int):
-        # The programs to compile have these batches, and a run checks them only afterwards.
-        check_role_batches(config, meshes)
+    def __init__(self, config: Config, meshes: Meshes, memory: int):
         self._config = config
-        self._algorithm = algorithm
         self._meshes = meshes
         sampler = meshes.get("rollout", meshes["actor"])
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
@@ -224,4 +214,4 @@ class _Choice:
         )
 
     def _roles(self, slots: int) -> PlannedRoles:
-        return planned_roles(self.config(slots), self._algorithm, self._meshes)
+        return planned_roles(self.config(slots), self._meshes)

@@ -135,15 +135,14 @@ def answer_span(response: str) -> tuple[int, int] | None:
     for match in _SENTENCE.finditer(response, before):
         if _IN_MATH_MODE.fullmatch(match["said"]) or _is_number(match["said"]):
             spans.append(match.span("said"))
-    # The last one: a response may correct itself.
-    return _inside_emphasis(response, *max(spans)) if spans else None
-
-
-def _inside_emphasis(text: str, start: int, end: int) -> tuple[int, int]:
-    """The span without the end of an emphasis that begins before it: "**Answer: 42**", "**Answer:**42"."""
-    line = text[:start].rpartition("\n")[2]
+    if not spans:
+        return None
+    # The last one: a response may correct itself. Without the end of an emphasis that begins before it:
+    # "**Answer: 42**", "**Answer:**42".
+    start, end = max(spans)
+    line = response[:start].rpartition("\n")[2]
     mark = next((mark for mark in ("**", "__", "*") if line.count(mark) % 2), None)
-    said = text[start:end].rstrip()
+    said = response[start:end].rstrip()
     if mark and said.startswith(mark):
         start += len(mark)
     elif mark and said.endswith(mark):

@@ -40,9 +40,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxrl.rewards.grading import Verdict
-from jaxrl.rewards.score import score_completions
-from jaxrl.types import Completions, Scored
+from jaxrl.types import Scored
 
 # Number and seed of verl's draws.
 _DRAWS = 1000
@@ -205,13 +203,6 @@ constant, so two evaluations differ only by the weights."""
 
 # Name of all sources together, unless a source has this name.
 ALL = "all"
-
-
-def score_without_length_penalty(completions: Completions, verdicts: Sequence[Verdict]) -> Scored:
-    """Combines answers and verdicts, without a penalty for overlong answers."""
-    return score_completions(
-        completions, verdicts, overlong=lambda lengths_B: np.zeros(len(lengths_B), np.float32)
-    )
 
 
 def evaluation_metrics(scored: Scored) -> dict[str, float]:

@@ -199,7 +199,21 @@ class Graders:
             self._look_for_answers(name, found)
             for n, verdict in zip(indices, found, strict=True):
                 verdicts[n] = verdict
-                self._show_failure(name, samples[n], verdict)
+                failure = verdict.failure
+                if failure is None or failure.kind in self._shown:
+                    continue
+                self._shown.add(failure.kind)
+                logger.warning(
+                    "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, "
+                    "response ending in %r. Further failures of this kind are counted in "
+                    "reward/grader/failed_%s",
+                    name,
+                    failure.kind,
+                    failure.message,
+                    samples[n].row.answer[:80],
+                    samples[n].text[-160:],
+                    failure.kind,
+                )
         return verdicts
 
     def submit(
@@ -266,23 +280,6 @@ class Graders:
                 looked_at,
                 GRADERS[name].reads,
             )
-
-    def _show_failure(self, name: str, sample: Response, verdict: Verdict) -> None:
-        """Logs the first failure of each kind."""
-        failure = verdict.failure
-        if failure is None or failure.kind in self._shown:
-            return
-        self._shown.add(failure.kind)
-        logger.warning(
-            "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
-            "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
-            name,
-            failure.kind,
-            failure.message,
-            sample.row.answer[:80],
-            sample.text[-160:],
-            failure.kind,
-        )
 
 
 def _built(

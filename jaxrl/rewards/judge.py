@@ -89,9 +89,17 @@ class JudgeTemplate:
 
 def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[str, ...]:
     """Returns the judge's prompts for the policy's turns of B responses, before any chat template."""
-    prompts = completions.prompts
-    clean = _cleaner(template)
-    limit = template.max_response_chars
+    prompts, limit = completions.prompts, template.max_response_chars
+    # A judge may take "< /Response >" for the end of "<response>".
+    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time.
+    tags = dict.fromkeys(_TAG.findall(template.text))
+    patterns = [rf"<\s*+/?\s*+{re.escape(tag)}\s*+>" for tag in tags]
+    patterns += [re.escape(text) for text in template.forbidden if text]
+    # Without patterns nothing matches.
+    forbidden = re.compile(f"(?:{'|'.join(patterns) or '(?!)'})++", re.IGNORECASE)
+    # No forbidden text has the mark, so a replacement cannot create another match. Deleting would:
+    # "</resp</response>onse>" without "</response>" is "</response>".
+    mark = next(char for char in _MARKS if not any(char in text for text in template.forbidden))
 
     def prompt(text: str, n: int) -> str:
         # The end, because it has the answer.
@@ -102,7 +110,7 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
             "answer": prompts.answers[n],
         }
         # One pass, so braces in a field are not read as fields.
-        return _FIELD.sub(lambda match: clean(fields[match[1]]), template.text)
+        return _FIELD.sub(lambda match: forbidden.sub(mark, fields[match[1]]), template.text)
 
     indices = completions.prompt_index_B
     return tuple(prompt(text, n) for text, n in zip(completions.policy_texts, indices, strict=True))
@@ -138,19 +146,3 @@ def judge_scores(
     scores = [score_of(text) for text in verdicts]
     score_B = np.array([score or 0.0 for score in scores], np.float32)
     return score_B, {"reward/judge/parse_failures": scores.count(None) / len(scores)}
-
-
-def _cleaner(template: JudgeTemplate) -> Callable[[str], str]:
-    """Returns a function that replaces forbidden texts by a mark, in one pass and linear time."""
-    tags = dict.fromkeys(_TAG.findall(template.text))
-    # A judge may take "< /Response >" for the end of "<response>".
-    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time.
-    patterns = [rf"<\s*+/?\s*+{re.escape(tag)}\s*+>" for tag in tags]
-    patterns += [re.escape(text) for text in template.forbidden if text]
-    if not patterns:
-        return lambda text: text
-    forbidden = re.compile(f"(?:{'|'.join(patterns)})++", re.IGNORECASE)
-    # No forbidden text has the mark, so a replacement cannot create another match. Deleting would:
-    # "</resp</response>onse>" without "</response>" is "</response>".
-    mark = next(char for char in _MARKS if not any(char in text for text in template.forbidden))
-    return lambda text: forbidden.sub(mark, text)

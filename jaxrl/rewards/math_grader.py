@@ -132,11 +132,18 @@ class MathGrader(Grader):
             truth, answer = math_truth(sample.row.answer), math_answer(sample.text)
             pairs.append((truth, answer))
             # Answers to one prompt are often equal.
-            if answer is not None and (truth, answer) not in asked:
-                decided = _decided(truth, answer)
-                asked[truth, answer] = (
-                    self._pool.submit("math", (truth, answer)) if decided is None else decided
-                )
+            if answer is None or (truth, answer) in asked:
+                continue
+            first, second = undressed(truth), undressed(answer)
+            # The parser would refuse it, in a worker.
+            if len(answer) > MAX_CHARS:
+                asked[truth, answer] = False
+            elif first == second:
+                asked[truth, answer] = True
+            elif _NUMBER.fullmatch(first) and _NUMBER.fullmatch(second):
+                asked[truth, answer] = Fraction(first) == Fraction(second)
+            else:
+                asked[truth, answer] = self._pool.submit("math", (truth, answer))
         return [
             Verdict.of(False, None) if answer is None else _verdict(asked[truth, answer], answer)
             for truth, answer in pairs
@@ -155,19 +162,6 @@ class MathGrader(Grader):
                 "read: name the field that holds the answer alone"
             )
         return None
-
-
-def _decided(truth: str, answer: str) -> bool | None:
-    """Returns a verdict that needs no mathematics; None if one does."""
-    # The parser would refuse it, in a worker.
-    if len(answer) > MAX_CHARS:
-        return False
-    first, second = undressed(truth), undressed(answer)
-    if first == second:
-        return True
-    if _NUMBER.fullmatch(first) and _NUMBER.fullmatch(second):
-        return Fraction(first) == Fraction(second)
-    return None
 
 
 def _verdict(asked: concurrent.futures.Future[bool] | bool, answer: str) -> Verdict:

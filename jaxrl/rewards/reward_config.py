@@ -106,17 +106,13 @@ class RewardConfig:
             check_value(f"functions.{name}.path", function["path"], Annotated[str, PATH])
             check_value(f"functions.{name}.weight", function["weight"], Annotated[float, score()])
 
-    @property
-    def term_weights(self) -> dict[str, float]:
-        """Weights of the terms of the reward, by name."""
+    def check_several_terms(self, advantage: str) -> None:
+        """Raises UserError if an advantage that normalises each term finds fewer than two."""
         weights = {"grader": self.grader_weight}
         weights |= {name: function["weight"] for name, function in self.functions.items()}
         weights |= {"model": 1.0} if self.model else {}
-        return weights | ({"judge": self.judge.weight} if self.judge.model else {})
-
-    def check_several_terms(self, advantage: str) -> None:
-        """Raises UserError if an advantage that normalises each term finds fewer than two."""
-        counting = [name for name, weight in self.term_weights.items() if weight]
+        weights |= {"judge": self.judge.weight} if self.judge.model else {}
+        counting = [name for name, weight in weights.items() if weight]
         if len(counting) < 2:
             raise UserError(
                 f"advantage {advantage!r} normalises each reward on its own, and this run has "

@@ -132,16 +132,11 @@ class Term:
     score_B: np.ndarray
 
 
-def grader_term(scored: Scored, *, weight: float) -> Term:
-    """Returns the score of `score_completions`, the grader's +1 or -1, as a term."""
-    return Term("grader", weight, scored.score_B)
-
-
 def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[str, float]]:
     """Replaces the scores by the sum of weight * score over the terms, and stores the terms too.
 
     Args:
-      scored: graded responses. Their score is part of the sum only as a term (`grader_term`).
+      scored: graded responses. Their score is part of the sum only as a term "grader".
       terms: one or more terms with different names.
 
     Returns:

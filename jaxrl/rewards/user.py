@@ -89,25 +89,20 @@ RewardFunction = Callable[[Responses], Sequence[float] | np.ndarray]
 """Responses -> B scores, all finite."""
 
 
-def user_reward(path: str) -> Callable[[Completions], np.ndarray]:
+def reward_function(path: str) -> Callable[[Responses], np.ndarray]:
     """Loads the reward function at `path`.
 
     Args:
       path: "package.module:function" or "path/to/file.py:function".
 
     Returns:
-      A function from completions to scores, float32 [B]. It raises UserError unless there is one finite
+      A function from responses to scores, float32 [B]. It raises UserError unless there is one finite
       number per response. Exceptions of the user's function pass through, with a note of its path.
 
     Raises:
       UserError: The path is malformed or names the running program, its module cannot be imported or lacks
         the function, or the function does not take one argument, the responses.
     """
-    scores = _function_of_responses(path)
-    return lambda completions: scores(Responses.of(completions))
-
-
-def _function_of_responses(path: str) -> Callable[[Responses], np.ndarray]:
     function: RewardFunction = load_function(
         path, "reward function", takes=("responses",), own_process=True
     )
@@ -137,17 +132,17 @@ class UserRewards:
         """Imports the functions.
 
         Args:
-          paths: paths of the functions, see `user_reward`; without any, no process starts.
+          paths: paths of the functions, see `reward_function`; without any, no process starts.
           timeout_s: seconds that a function may take for the responses of a step.
           interrupted: function called every tenth of a second while one runs; True ends the wait.
 
         Raises:
-          UserError: See `user_reward`.
+          UserError: See `reward_function`.
         """
         self._interrupted = interrupted
         self._pool = ProcessPool(
             paths,
-            _function_of_responses,
+            reward_function,
             what="reward function",
             patience_s=timeout_s,
             start_s=timeout_s,

@@ -11,6 +11,7 @@ R tokens of a delta
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -146,7 +147,7 @@ class LiveText:
         self._live.cancel(ticket)
 
 
-class OnlineDriver(LiveText):
+class OnlineDriver(LiveText, contextlib.AbstractContextManager):
     """Serves requests from its own thread until it is closed."""
 
     def __init__(
@@ -169,9 +170,6 @@ class OnlineDriver(LiveText):
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> OnlineDriver:
-        return self
 
     def __exit__(self, *_):
         self.close()

@@ -67,7 +67,14 @@ class ServeConfig(EngineSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not (_is_local(self.host) or self.key):
+        try:
+            found = socket.getaddrinfo(self.host or "0.0.0.0", None)
+            # All of its addresses: a name may have several. `ip_address` takes no scope of an IPv6 address.
+            hosts = [ipaddress.ip_address(str(at[0]).partition("%")[0]) for *_, at in found]
+            is_local = all(host.is_loopback for host in hosts)
+        except OSError:
+            is_local = False
+        if not (is_local or self.key):
             raise UserError(needs_key(self.host))
 
     @property
@@ -121,12 +128,3 @@ def needs_key(host: str) -> str:
         f"--host {host or '0.0.0.0'} can be reached from other machines; set a key in the variable "
         "JAXRL_API_KEY or by --api_key, or leave --host out and listen on this machine only"
     )
-
-
-def _is_local(host: str) -> bool:
-    try:
-        found = socket.getaddrinfo(host or "0.0.0.0", None)
-    except OSError:
-        return False
-    # All of its addresses: a name may have several. `ip_address` takes no scope of an IPv6 address.
-    return all(ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback for *_, at in found)

@@ -10,6 +10,7 @@ Arrays are little-endian bytes. N tokens of a sequence   K values of a token
 from __future__ import annotations
 
 import math
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,66 +22,6 @@ from google.protobuf.message import DecodeError
 from jaxrl.algos.summed_losses import SUMMED_LOSSES
 from jaxrl.errors import UserError
 from jaxrl.roles.accumulating import Targets
-
-PROTO = """
-message EncodedTextChunk { bytes tokens = 1; }
-message OtherChunk { }
-message Chunk {
-  oneof chunk { EncodedTextChunk encoded_text = 1; OtherChunk image = 2; OtherChunk dmel = 3; }
-}
-message SparseCsr { bytes values = 1; bytes crow_indices = 2; bytes col_indices = 3; }
-message Tensor {
-  oneof encoding { bytes dense = 1; SparseCsr sparse_csr = 2; }
-  int32 dtype = 3;
-  repeated int64 shape = 4;
-}
-message Datum {
-  repeated Chunk model_input = 1;
-  map<string, Tensor> loss_fn_inputs = 2;
-}
-message LossConfigValue { oneof value { double number = 1; string text = 2; } }
-message ForwardBackwardRequest {
-  string model_id = 1;
-  int32 seq_id = 2;
-  repeated Datum data = 3;
-  string loss_fn = 4;
-  map<string, double> loss_fn_config = 5;
-  bool forward_only = 6;
-  map<string, LossConfigValue> loss_fn_config_v2 = 7;
-}
-message BatchedTensor {
-  bytes data = 1;
-  bytes offsets = 2;
-  int32 dtype = 3;
-  repeated int64 trailing_shape = 4;
-}
-message ArrayRecord {
-  string type_tag = 1;
-  map<string, BatchedTensor> fields = 2;
-  int64 num_datums = 3;
-}
-message ForwardBackwardOutput {
-  string loss_fn_output_type = 1;
-  repeated ArrayRecord loss_fn_outputs = 2;
-  map<string, double> metrics = 3;
-}
-message TopkLogprobs { bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4; }
-message SampledSequence {
-  int32 stop_reason = 1;
-  bytes tokens = 2;
-  oneof _logprobs { bytes logprobs = 3; }
-  TopkLogprobs topk_sampled_logprobs = 4;
-}
-message SampleResponse {
-  repeated SampledSequence sequences = 1;
-  oneof _prompt_logprobs { bytes prompt_logprobs = 2; }
-  TopkLogprobs topk_prompt_logprobs = 3;
-  int32 prompt_cache_hit_tokens = 4;
-  Tensor target_prompt_logprobs = 5;
-  PromptAltTokens prompt_alt_tokens = 6;
-}
-message PromptAltTokens { Tensor tokens = 1; Tensor logprobs = 2; }
-"""
 
 # Values of `dtype`. Those of `stop_reason` are 0 for a stop id or string, and 1 for the limit.
 _FLOAT32, _INT64 = 1, 2
@@ -141,7 +82,7 @@ def _messages(text: str) -> dict[str, Any]:
     }
 
 
-MESSAGES = _messages(PROTO)
+MESSAGES = _messages(pathlib.Path(__file__).with_suffix(".proto").read_text("utf-8"))
 
 
 def parse(kind: str, body: bytes) -> Any:

@@ -23,8 +23,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.roles.packing import Packing
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.run_config import RunConfig
-from jaxrl.tracking.run_folder import RolloutFolder, RunFolder
+from jaxrl.tracking.run_folder import RolloutFolder, RunConfig, RunFolder
 from jaxrl.tracking.sample_rows import TokenStrings, logprobs_by_response, sample_rows, to_lines
 from jaxrl.types import Scored
 

@@ -22,8 +22,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl.errors import UserError
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
-from jaxrl.tracking.run_config import split_logger
-from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.run_folder import StageFolder, split_logger
 
 
 class Logger(Protocol):

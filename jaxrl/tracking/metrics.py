@@ -119,7 +119,7 @@ def evaluation_stderr(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[key] for name, key in keys.items() if key in metrics}
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """Writes the metrics of each step to metrics.jsonl and to loggers.
 
     A run that was killed and resumed has the same metrics.jsonl as an uninterrupted run, apart from times:
@@ -172,9 +172,6 @@ class MetricsWriter:
     def close(self) -> None:
         for logger in self._loggers:
             logger.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import Grading, GroupsBeside
@@ -12,9 +14,9 @@ from jaxrl.mesh import hosts
 from jaxrl.rewards.evaluation_metrics import (
     EVALUATION_STEP,
     evaluation_metrics,
-    score_without_length_penalty,
 )
 from jaxrl.rewards.graders import Graders
+from jaxrl.rewards.score import score_completions
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.tracking.durable import write_atomically
@@ -53,7 +55,8 @@ def answered(
 
 def _scored(completions: Completions, beside: GroupsBeside) -> Scored:
     verdicts = beside.grading.collect(beside.of(completions))
-    return score_without_length_penalty(completions, verdicts)
+    # Without a penalty for long answers.
+    return score_completions(completions, verdicts, overlong=np.zeros_like)
 
 
 class Evaluation:

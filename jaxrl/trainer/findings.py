@@ -22,9 +22,9 @@ from jaxrl.data.problems import ProblemReader
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, take_devices
-from jaxrl.rewards.user import user_reward
+from jaxrl.rewards.user import reward_function
 from jaxrl.rollout.drivers import lookup_driver
-from jaxrl.tracking.run_config import split_logger
+from jaxrl.tracking.run_folder import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 from jaxrl.user_code import bundled_file, load_agent, load_function
@@ -164,7 +164,7 @@ def find_everything(
     if kind.rewards:
         for name, function in config.reward.functions.items():
             path = function["path"]
-            faults(f"reward.functions.{name}", functools.partial(user_reward, path))
+            faults(f"reward.functions.{name}", functools.partial(reward_function, path))
         own_tokenizers = _check_roles(config, {r for pool in pools for r in pool.roles}, faults)
     if kind.pairs:
         pairs = _pairs(config, faults)

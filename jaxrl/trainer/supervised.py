@@ -143,7 +143,8 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
     options = run.config.sft
     optim = dataclasses.replace(run.config.optim, **vars(options.optim))
     actor = run.roles.actor(optim=optim, samples=samples)
-    schedule = Schedule(options.num_steps, options.save_every, options.log_every)
+    # A row waits for its step, so a long stage has only some sixty.
+    schedule = Schedule(options.num_steps, options.save_every, max(1, options.num_steps // 60))
     with open_loop(run, "SFT", run.config.sft_folder, schedule, stop) as loop:
         loop.run(SupervisedStage(run, actor, loop))
     return actor

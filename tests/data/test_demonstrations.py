@@ -156,9 +156,8 @@ def test_qwens_template():
     tokenizer = load_tokenizer(QWEN)
     context = (SYSTEM, user("1 + 1?"), assistant("It is 2."), user("And 3 more?"))
     example = encoded(context, "That makes 5.", tokenizer)
-    whole = tokenizer.encode_chat(
-        [*context, assistant("That makes 5.")], add_generation_prompt=False
-    )
+    messages = [*context, assistant("That makes 5.")]
+    whole = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=False))
     tokens = np.concatenate([example.prompt, example.response])
     # The template ends its last message with a line break, which no model writes after its end. The
     # directory's own end-of-sequence token is the one that ends a response.

@@ -190,6 +190,6 @@ def test_qwen_chat_from_file_and_from_key(tmp_path):
 
     for qwen in (load_tokenizer(QWEN), load_tokenizer(tmp_path)):
         assert qwen.render_chat(messages) == expected
-        ids = qwen.encode_chat(messages, add_generation_prompt=False)
+        ids = qwen.encode(qwen.render_chat(messages, add_generation_prompt=False))
         # One id for each special token: 151644 opens a turn, 151645 closes it.
         assert [i for i in ids.tolist() if i > 151_642] == [151_644, 151_645] * 2

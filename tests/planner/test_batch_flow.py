@@ -7,11 +7,10 @@ from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.planner.plan import describe_flow
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
-from jaxrl.trainer.algorithm import algorithm_of
 
 
 def flow_of(config: Config) -> dict[str, str]:
-    return dict(describe_flow(planned_roles(config, algorithm_of(config), abstract_meshes(config))))
+    return dict(describe_flow(planned_roles(config, abstract_meshes(config))))
 
 
 def test_the_flow_tells_every_number_of_a_step():

@@ -40,7 +40,7 @@ def recipe(name: str, **changes: str) -> Config:
 
 
 def planned_of(config: Config):
-    return planned_roles(config, algorithm_of(config), abstract_meshes(config))
+    return planned_roles(config, abstract_meshes(config))
 
 
 @functools.cache

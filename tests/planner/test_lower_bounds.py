@@ -18,7 +18,6 @@ from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.step_load import load_of
-from jaxrl.trainer.algorithm import algorithm_of
 
 SMALL = ModelConfig(
     vocab_size=152_064,
@@ -32,7 +31,7 @@ SMALL = ModelConfig(
 
 
 def programs(config: Config, responses: LengthDistribution | None = None) -> dict[str, Program]:
-    planned = planned_roles(config, algorithm_of(config), abstract_meshes(config))
+    planned = planned_roles(config, abstract_meshes(config))
     found = planned.programs(load_of(config, responses))
     return {program.name: program for _, program, _ in found}
 

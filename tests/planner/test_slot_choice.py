@@ -13,7 +13,6 @@ from jaxrl.errors import UserError
 from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
 from jaxrl.planner.slot_choice import most_that_fit, with_slots
-from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 # Of the 32B recipe on 128 devices.
@@ -29,7 +28,7 @@ def config_of(name: str, **changes: object) -> Config:
 
 def on_shapes(config):
     """What the choice is given of a config without devices."""
-    return config, algorithm_of(config), abstract_meshes(config)
+    return config, abstract_meshes(config)
 
 
 def counted(memory: float, fraction: float = 0.9) -> int:
@@ -157,6 +156,6 @@ def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
         return seen[slots]
 
     meshes = meshes_on(config, jax.devices()[:1])
-    found = with_slots(config, algorithm_of(config), meshes, MEMORY, compiler).rollout.slots
+    found = with_slots(config, meshes, MEMORY, compiler).rollout.slots
     assert 1 < found < 64 * config.rollout.num_samples
     assert 0 <= 0.9 * MEMORY - seen[found] < 2 * max(sizes)

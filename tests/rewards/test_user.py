@@ -13,7 +13,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.rewards import Responses
 from jaxrl.rewards.graders import check_grader
-from jaxrl.rewards.user import UserRewards, user_reward
+from jaxrl.rewards.user import UserRewards, reward_function
 from jaxrl.types import TurnText
 from jaxrl.user_code import load_function
 
@@ -43,7 +43,7 @@ def completions(make_scored):
 
 
 def test_a_function_of_a_file(written, completions):
-    scores = user_reward(f"{written(BREVITY)}:brevity")(completions)
+    scores = reward_function(f"{written(BREVITY)}:brevity")(Responses.of(completions))
     np.testing.assert_allclose(scores, -completions.lengths_B / 10, rtol=1e-6)
     assert scores.dtype == np.float32
 
@@ -61,7 +61,7 @@ def test_a_function_sees_what_else_the_rows_hold(written, completions):
     completions = dataclasses.replace(completions, prompts=prompts)
     rewards = UserRewards([f"{path}:level"], timeout_s=60)
     for scores in (
-        user_reward(f"{path}:level")(completions),
+        reward_function(f"{path}:level")(Responses.of(completions)),
         rewards.scores(f"{path}:level", completions),
     ):
         assert scores.tolist() == [3, 3, 0, 0]
@@ -72,7 +72,7 @@ def test_a_function_of_a_module(written, completions, tmp_path, monkeypatch):
     written(BREVITY)
     (tmp_path / "my_rewards.py").rename(tmp_path / "rewards_of_this_test.py")
     monkeypatch.syspath_prepend(tmp_path)
-    scores = user_reward("rewards_of_this_test:brevity")(completions)
+    scores = reward_function("rewards_of_this_test:brevity")(Responses.of(completions))
     np.testing.assert_allclose(scores, -completions.lengths_B / 10, rtol=1e-6)
     del sys.modules["rewards_of_this_test"]
 
@@ -84,7 +84,7 @@ def test_a_function_of_the_program_is_refused_before_a_process_looks_for_it(monk
     monkeypatch.setitem(sys.modules, "__main__", main)
     message = "is called in a process of its own, which cannot import what was typed into this one"
     with pytest.raises(UserError, match=message) as error:
-        user_reward("__main__:reward")
+        reward_function("__main__:reward")
     assert "name it my_functions.py:reward" in str(error.value)
     with pytest.raises(UserError, match=message):
         check_grader("__main__:grade", {})
@@ -111,8 +111,8 @@ def test_two_functions_of_a_file_share_its_state(written, completions):
             return [seen.count] * len(responses)
         """
     )
-    user_reward(f"{path}:count")(completions)
-    assert user_reward(f"{path}:counted")(completions).tolist() == [1, 1, 1, 1]
+    reward_function(f"{path}:count")(Responses.of(completions))
+    assert reward_function(f"{path}:counted")(Responses.of(completions)).tolist() == [1, 1, 1, 1]
 
 
 def test_a_function_sees_each_response_with_what_it_answers(completions):
@@ -162,13 +162,13 @@ def test_a_function_sees_who_wrote_what(written, completions):
 def test_wrong_results_name_the_function(written, completions, result, message):
     path = written(f"def f(responses):\n    return {result}\n") + ":f"
     with pytest.raises(UserError, match=f"reward function '{re.escape(path)}'.*{message}"):
-        user_reward(path)(completions)
+        reward_function(path)(Responses.of(completions))
 
 
 def test_what_a_function_raises_passes_through_with_its_path(written, completions):
     path = written("def f(responses):\n    return 1 / 0\n") + ":f"
     with pytest.raises(ZeroDivisionError) as error:
-        user_reward(path)(completions)
+        reward_function(path)(Responses.of(completions))
     assert error.value.__notes__ == [f"raised by the reward function {path!r}"]
 
 
@@ -186,15 +186,15 @@ def test_what_a_function_raises_passes_through_with_its_path(written, completion
 def test_files_that_do_not_work_say_why(written, source, name, message):
     path = f"{written(source)}:{name}"
     with pytest.raises(UserError, match=message) as error:
-        user_reward(path)
+        reward_function(path)
     assert path in str(error.value)
 
 
 def test_a_mended_file_is_read_again(written, completions):
     with pytest.raises(UserError, match="NameError"):
-        user_reward(written("f = lambda responses: 1 * x\nx[0]") + ":f")
+        reward_function(written("f = lambda responses: 1 * x\nx[0]") + ":f")
     path = written("def f(responses):\n    return [2.0] * len(responses)\n")
-    assert user_reward(f"{path}:f")(completions).tolist() == [2, 2, 2, 2]
+    assert reward_function(f"{path}:f")(Responses.of(completions)).tolist() == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -210,4 +210,4 @@ def test_a_mended_file_is_read_again(written, completions):
 )
 def test_paths_that_lead_nowhere_say_how_to_write_them(path, message):
     with pytest.raises(UserError, match=message):
-        user_reward(path)
+        reward_function(path)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.score import Term, grader_term, weighted_sum
+from jaxrl.rewards.score import Term, weighted_sum
 from jaxrl.types import Scored
 
 
 def test_terms_add_up_with_their_weights(make_scored):
     scored = make_scored([5], num_samples=4)  # right, wrong, right, wrong
     model_B = np.array([0.5, 0.25, -0.5, 8.0], np.float32)
-    terms = [grader_term(scored, weight=2.0), Term("model", 0.5, model_B)]
+    terms = [Term("grader", 2.0, scored.score_B), Term("model", 0.5, model_B)]
 
     total, metrics = weighted_sum(scored, terms)
 
@@ -27,7 +27,7 @@ def test_terms_add_up_with_their_weights(make_scored):
 
 def test_terms_stay_apart_beside_their_sum(make_scored):
     scored = make_scored([5, 9, 15], num_samples=2)
-    terms = [grader_term(scored, weight=2.0), Term("place", 0.5, np.arange(6.0))]
+    terms = [Term("grader", 2.0, scored.score_B), Term("place", 0.5, np.arange(6.0))]
     total, _ = weighted_sum(scored, terms)
     np.testing.assert_allclose(total.term_BK @ total.term_weight_K, total.score_B)
     # They go where their responses go.
@@ -49,7 +49,7 @@ def test_correctness_and_shaping_stay_the_graders(make_scored):
 
 def test_the_grader_alone_changes_nothing(make_scored):
     scored = make_scored([3, 12])
-    total, _ = weighted_sum(scored, [grader_term(scored, weight=1.0)])
+    total, _ = weighted_sum(scored, [Term("grader", 1.0, scored.score_B)])
     np.testing.assert_array_equal(total.reward_B, scored.reward_B)
 
 

@@ -47,10 +47,10 @@ class Tokenizer:
     def decode(self, ids):
         return bytes(np.asarray(ids, np.uint8)).decode()
 
-    def encode_chat(self, messages, **variables):
+    def render_chat(self, messages, **variables):
         # As a template's worker gets them: through JSON.
         said = json.dumps(variables) if variables else ""
-        return self.encode("".join(m["role"] + m["content"] for m in messages) + said)
+        return "".join(m["role"] + m["content"] for m in messages) + said
 
 
 # Room for tools.

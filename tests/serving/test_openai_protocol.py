@@ -224,10 +224,11 @@ class Tokenizer:
     chat_template = None
 
     def encode(self, text):
-        raise AssertionError("nothing here is a text")
-
-    def encode_chat(self, messages, **variables):
+        assert text == "a chat", "nothing else here is a text"
         return np.zeros(3, np.int32)
+
+    def render_chat(self, messages, **variables):
+        return "a chat"
 
     def decode(self, ids):
         return "".join({5: "a", 6: "é"}.get(int(i), chr(i)) for i in ids)

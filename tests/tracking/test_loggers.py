@@ -15,7 +15,7 @@ from jaxrl.errors import UserError
 from jaxrl.tracking import loggers
 from jaxrl.tracking.loggers import LoggedRun
 from jaxrl.tracking.metrics import MetricsWriter, read_metrics
-from jaxrl.tracking.run_config import LOGGERS, RunConfig
+from jaxrl.tracking.run_folder import LOGGERS, RunConfig
 
 RUN = LoggedRun("sums", "sums-seed1-rl", {"optim.lr": 1e-6, "seed": 1})
 

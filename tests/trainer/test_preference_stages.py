@@ -18,7 +18,7 @@ from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
-from jaxrl.tracking.run_config import RunConfig
+from jaxrl.tracking.run_folder import RunConfig
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(

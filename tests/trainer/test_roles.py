@@ -70,7 +70,7 @@ def test_the_engine_has_no_more_slots_than_samples_can_be_alive(changes, slots):
     }
     config = config_of("grpo_tiny", **(given | changes))
     assert config.rollout.slots in (48, 256)
-    roles = planned_roles(config, algorithm_of(config), abstract_meshes(config))
+    roles = planned_roles(config, abstract_meshes(config))
     assert roles.engine.config.slots == slots
     assert roles.engine.slot_sizes[-1] == slots
     idle = f"; rollout.slots {config.rollout.slots} are more than its samples"

@@ -35,7 +35,6 @@ from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import EXPERT_ROWS
 from jaxrl.models.kernels.grouped_matmul import GROUPED_MATMUL
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import Objective
@@ -431,12 +430,17 @@ def engine_programs(
     # Compiled for the longest prompts; a step has programs for shorter ones.
     # Each prompt is prefilled once for all of its answers.
     calls = math.ceil(load.prompts / P)
-    share = load.prompts * load.work.prompt_lengths.mean / (calls * P * T)
+    lengths, numbers = load.work.prompt_lengths, model_numbers(engine.model)
+    share = load.prompts * lengths.mean / (calls * P * T)
+    # Each prompt without padding. Only its last token has logits.
+    head = 2.0 * numbers.vocabulary * numbers.width
+    flops = lengths.mean * (numbers.token_flops - head) + head
+    flops += mean_attention_flops(engine.model, lengths.mean, lengths.mean_square)
     prefill = Piece(
         *(engine.prefill, (params, small(P, T), small(P))),
         calls=calls,
         share=share,
-        step_flops=_prefill_flops(engine.model, load),
+        step_flops=load.prompts * flops,
     )
     prefix = engine.layout.abstract(jax.eval_shape(engine.prefill, *prefill.arguments))
     assignment: Any = [small(config.slots) for _ in dataclasses.fields(Assignment)]
@@ -504,15 +508,6 @@ def _token_bytes(engine: Engine, state: DecodeState) -> float:
     if engine.pages is not None:
         cache, tokens = cache.pool, engine.pages.num_pages * engine.pages.page_tokens
     return bytes_of(cache) / tokens
-
-
-def _prefill_flops(model: ModelConfig, load: StepLoad) -> float:
-    # Operations of the prefills of a step, each prompt once and without padding.
-    lengths, numbers = load.work.prompt_lengths, model_numbers(model)
-    # Only the last token of a prompt has logits.
-    head = 2.0 * numbers.vocabulary * numbers.width
-    each = lengths.mean * (numbers.token_flops - head) + head
-    return load.prompts * (each + mean_attention_flops(model, lengths.mean, lengths.mean_square))
 
 
 def learner_programs(

@@ -39,7 +39,6 @@ class Instruction:
     Attributes:
       name, type, opcode: name, type of the result, and operation.
       inputs: text between its parentheses: operands, the value of a constant, or the number of a parameter.
-      rest: text after the parentheses.
       line: the whole line.
       is_root: whether its value is the result of the computation.
     """
@@ -48,7 +47,6 @@ class Instruction:
     type: str
     opcode: str
     inputs: str
-    rest: str
     line: str
     is_root: bool
 
@@ -71,8 +69,8 @@ def computations_of(text: str) -> tuple[dict[str, Computation], str]:
             entry = header[2] if header[1] else entry
         elif match := _INSTRUCTION.match(line):
             root, name, type, opcode, after = match.groups()
-            inputs, _, rest = after.partition(")")
-            current[name] = Instruction(name, type, opcode, inputs, rest, line, bool(root))
+            inputs = after.partition(")")[0]
+            current[name] = Instruction(name, type, opcode, inputs, line, bool(root))
     return found, entry
 
 

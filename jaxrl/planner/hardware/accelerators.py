@@ -1,6 +1,6 @@
 """Kinds of accelerators: memory, rates, links, and the shapes that exist.
 
-Peak rates are those of `mesh.hardware`; the rest is from the same data sheets. A user can describe another
+The figures are in `mesh/chips.toml`. A user can describe another
 device in a JSON file with the fields of `Accelerator`, and name it by its path:
 
     {"name": "mine", "platform": "gpu", "arrangement": "hosts", "memory_gb": 48, "bfloat16_tflops": 362,
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from jaxrl.checks import MAX_COUNT, annotations_of, at_least, check_value, count, positive
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.mesh.hardware import CHIPS, Roof, chip_of
+from jaxrl.mesh.hardware import FIGURES, Roof, chip_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,48 +130,30 @@ def _halves(n: int) -> list[int]:
     return found
 
 
-# Slices up to one cube of 4 x 4 x 4 chips; larger ones are made of such cubes (`side_multiple`).
-_SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4))
-_SMALL_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_3D = {"shapes": _SMALL_3D, "side_multiple": 4}
-_2D = {"shapes": _SMALL_2D, "largest": 256}
-
-_TPU = {"platform": "tpu", "arrangement": "torus", "devices_per_host": 4}
-# Hosts have eight GPUs, and a network card for each.
-_GPU = {"devices_per_host": 8}
-# Memory GB, link GB/s, host GB/s. A chip of 7x has two devices, each with half of its memory and links.
-_TABLE: dict[str, tuple[float, float, float, dict[str, Any]]] = {
-    "v4": (32, 90, 25, _TPU | _3D | {"largest": 4096}),
-    "v5e": (16, 90, 12.5, _TPU | _2D),
-    "v5p": (95, 180, 25, _TPU | _3D | {"largest": 6144}),
-    "v6e": (32, 180, 25, _TPU | _2D),
-    "7x": (
-        *(96, 100, 25),
-        _TPU | _3D | {"largest": 18_432, "devices_per_chip": 2, "devices_per_host": 8},
-    ),
-    "a100-40": (40, 300, 200, _GPU),
-    "a100-40-pcie": (40, 32, 200, _GPU),
-    "a100": (80, 300, 200, _GPU),
-    "h100-pcie": (80, 64, 200, _GPU),
-    "h100-nvl": (94, 300, 200, _GPU),
-    "h100": (80, 450, 400, _GPU),
-    "h200-nvl": (141, 450, 200, _GPU),
-    "h200": (141, 450, 400, _GPU),
-    "b200": (180, 900, 400, _GPU),
-}
-ACCELERATORS = {
-    name: Accelerator(
+def _entry(name: str, chip: dict[str, Any]) -> Accelerator:
+    # An entry of `chips.toml`, which has the rates and sizes as lists.
+    bfloat16, float32, memory_gbs = chip["rates"]
+    memory_gb, link_gbs, host_gbs = chip["sizes"]
+    fields = FIGURES["families"][chip["family"]] | chip
+    others = {key: fields[key] for key in fields.keys() & annotations_of(Accelerator)}
+    return _made(
         name=name,
-        memory_gb=memory,
-        bfloat16_tflops=CHIPS[name][1].bfloat16,
-        float32_tflops=CHIPS[name][1].float32,
-        memory_gbs=CHIPS[name][1].memory,
-        link_gbs=link,
-        host_gbs=host,
+        bfloat16_tflops=bfloat16,
+        float32_tflops=float32,
+        memory_gbs=memory_gbs,
+        memory_gb=memory_gb,
+        link_gbs=link_gbs,
+        host_gbs=host_gbs,
         **others,
     )
-    for name, (memory, link, host, others) in _TABLE.items()
-}
+
+
+def _made(**fields: Any) -> Accelerator:
+    # Files have lists, and shapes are compared with tuples.
+    return Accelerator(**{**fields, "shapes": tuple(map(tuple, fields.get("shapes", ())))})
+
+
+ACCELERATORS = {name: _entry(name, chip) for name, chip in FIGURES["chips"].items()}
 _ALIASES = {
     "tpu7x": "7x",
     "v7x": "7x",
@@ -194,12 +176,10 @@ def accelerator(name_or_path: str) -> Accelerator:
     if lowered.endswith(".json"):
         try:
             values = read_json_object(name_or_path, absent="give its path")
-            # JSON has lists, and shapes are compared with tuples.
-            values["shapes"] = tuple(map(tuple, values.get("shapes", ())))
             for field, annotation in annotations_of(Accelerator).items():
                 if field in values:
                     check_value(field, values[field], annotation)
-            return Accelerator(**values)
+            return _made(**values)
         except (ValueError, TypeError) as error:
             fields = ", ".join(field.name for field in dataclasses.fields(Accelerator))
             raise UserError(

@@ -31,65 +31,35 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.hardware import FIGURES
 from jaxrl.planner.hardware.accelerators import Accelerator, accelerator
 
 # The oldest cuDNN version that current JAX plugins accept.
 _CUDNN = (9, 12)
-_MIB = 2**20
 
 
-class GpuTarget(NamedTuple):
-    """A kind of GPU: bytes of memory that the driver reports, and its GpuTargetConfig in text format."""
-
-    memory_bytes: int
-    text: str
+GPU_TARGETS: dict[str, dict[str, Any]] = FIGURES["targets"]
+"""Figures of GPUs that can be compiled for without one, by name; "memory" has the driver's bytes."""
 
 
-def _target(
-    description: str,
-    capability: tuple[int, int],
-    cores: int,
-    fpus_per_core: int,
-    clock_ghz: float,
-    memory_bytes: int,
-    bandwidth: int,
-    l2_bytes: int,
-    shared_bytes: int,
-) -> GpuTarget:
-    # A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors.
+def target_text(name: str) -> str:
+    """XLA's GpuTargetConfig of a GPU, in text format."""
+    gpu = GPU_TARGETS[name]
     # A block may use 1 KiB less of the shared memory than its multiprocessor has.
-    text = f"""gpu_device_info {{
+    return f"""gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-      shared_memory_per_block: 49152 shared_memory_per_core: {shared_bytes}
-      shared_memory_per_block_optin: {shared_bytes - 1024}
-      core_count: {cores} fpus_per_core: {fpus_per_core}
+      shared_memory_per_block: 49152 shared_memory_per_core: {gpu["shared"]}
+      shared_memory_per_block_optin: {gpu["shared"] - 1024}
+      core_count: {gpu["cores"]} fpus_per_core: {gpu["fpus"]}
       block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-      memory_bandwidth: {bandwidth} l2_cache_size: {l2_bytes}
-      clock_rate_ghz: {clock_ghz} device_memory_size: {memory_bytes}
-      cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
+      memory_bandwidth: {gpu["bandwidth"]} l2_cache_size: {gpu["l2"]}
+      clock_rate_ghz: {gpu["ghz"]} device_memory_size: {gpu["memory"]}
+      cuda_compute_capability {{ major: {gpu["capability"]} minor: 0 }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
     platform_name: "CUDA"
     dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
-    device_description_str: "{description}\""""
-    return GpuTarget(memory_bytes, text)
+    device_description_str: "{gpu["name"]}\""""
 
-
-# XLA needs the GpuTargetConfig of a GPU that is not present. The figures are from NVIDIA's data sheets and
-# white papers (multiprocessors, clocks, caches, bandwidth), and from the table of features by compute
-# capability in the CUDA programming guide (shared memory, registers, threads).
-_AMPERE, _HOPPER = ((8, 0), 108, 64, 1.41), ((9, 0), 132, 128, 1.98)
-_BLACKWELL = ((10, 0), 148, 128, 1.965)
-_A100 = (40 * _MIB, 167_936)
-_H100 = (50 * _MIB, 233_472)
-GPU_TARGETS = {
-    "a100-40": _target("NVIDIA A100-SXM4-40GB", *_AMPERE, 40_960 * _MIB, 1_555_000_000_000, *_A100),
-    "a100": _target("NVIDIA A100-SXM4-80GB", *_AMPERE, 81_920 * _MIB, 2_039_000_000_000, *_A100),
-    "h100": _target("NVIDIA H100 80GB HBM3", *_HOPPER, 84_929_347_584, 3_352_320_000_000, *_H100),
-    "h200": _target("NVIDIA H200", *_HOPPER, 143_771 * _MIB, 4_800_000_000_000, *_H100),
-    "b200": _target(
-        *("NVIDIA B200", *_BLACKWELL, 183_359 * _MIB, 8_000_000_000_000, 126 * _MIB, 233_472)
-    ),
-}
 
 # Names of generations that differ in libtpu.
 _LIBTPU_NAMES = {"7x": "tpu7x"}
@@ -115,7 +85,7 @@ class Topology:
     def memory_bytes(self) -> int:
         """Bytes of memory of a device; for a GPU the driver's figure, which the compiler also uses."""
         target = GPU_TARGETS.get(self.accelerator.name)
-        return target.memory_bytes if target else int(self.accelerator.memory_gb * 1e9)
+        return target["memory"] if target else int(self.accelerator.memory_gb * 1e9)
 
     @property
     def kind(self) -> str:
@@ -200,7 +170,7 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
         )
     hosts, per_host = shape
     devices = topologies.get_topology_desc(
-        platform="cuda", target_config=GPU_TARGETS[chip].text, topology=f"1x{hosts}x{per_host}"
+        platform="cuda", target_config=target_text(chip), topology=f"1x{hosts}x{per_host}"
     ).devices
     if jax.default_backend() != "gpu":
         _answer_for(devices[0])

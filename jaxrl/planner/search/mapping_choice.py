@@ -27,7 +27,7 @@ from jaxrl.planner.simulation.workload import LengthDistribution, train_name
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_times import expected_step, tasks_of_run
 from jaxrl.trainer.algorithm import algorithm_of, roles_of
-from jaxrl.trainer.roles import check_role_batches, role_models
+from jaxrl.trainer.roles import role_models
 
 # Settings that a mapping changes, besides the placement.
 _CHANGED = {
@@ -96,10 +96,8 @@ def propose(
     found = search_for(config, cluster, responses=responses)
     proposed = with_mapping(config, found)
     try:
-        meshes = abstract_meshes(proposed)
-        planned = planned_roles(proposed, algorithm_of(proposed), meshes)
+        planned = planned_roles(proposed, abstract_meshes(proposed))
         check_positions(tuple(planned.pools.values()), cluster)
-        check_role_batches(proposed, meshes)
     except UserError as error:
         raise UserError(
             f"the fastest mapping for {cluster.name} does not go with this recipe: {error}"

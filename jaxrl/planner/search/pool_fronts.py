@@ -47,7 +47,7 @@ from jaxrl.planner.simulation.simulate_generation import (
     GenerationGroups,
     GenerationSimulator,
 )
-from jaxrl.planner.simulation.step_simulator import RoleMapping, RoleTasks, StepSimulator
+from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 
 # Stages that would hold more layers than this, relative to the model's, are not tried: fewer stages are
 # faster then.
@@ -116,11 +116,6 @@ class Turns:
 
     costs: np.ndarray
     options: np.ndarray
-
-    @staticmethod
-    def of_no_roles() -> Turns:
-        """The start: one combination of no roles, without costs."""
-        return Turns(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
 
     def with_role(self, own: np.ndarray, *, budget: float, most_s: float) -> Turns:
         """Combines each combination with each option of another role, and keeps the Pareto front.
@@ -210,54 +205,6 @@ class RoleOptions:
 
     layouts: tuple[ParallelLayout, ...]
     costs: np.ndarray
-
-
-def role_options(
-    role: RoleTasks,
-    model: ModelConfig,
-    devices: int,
-    simulator: StepSimulator,
-    problem: MappingProblem,
-) -> RoleOptions:
-    """Layouts that fit alone and that no other layout beats in both memory and time.
-
-    Args:
-      role, model: tasks and model of the role.
-      devices: n, number of devices.
-      simulator: simulator of steps.
-      problem: the input of the search, with its devices, limits and bytes of a device.
-    """
-    passes, domain = simulator.passes, problem.cluster.accelerator.domain
-    every = layouts_of(model, devices, domain, problem.limits)
-    layouts = [
-        layout
-        for layout in every
-        if passes.divides(layout) and (role.generates or layout.fsdp_gen == 1)
-    ]
-    costs = np.zeros((len(layouts), 4))
-    for row, layout in zip(costs, layouts, strict=True):
-        if role.forwards:
-            forward = passes.inference(model, layout, share=role.share(problem.workload))
-            row[:3] = forward.resident_bytes, forward.transient_bytes, forward.total_s
-            row[2] *= role.forwards
-        if role.trains:
-            update = passes.training(model, layout)
-            row[0], row[3] = update.resident_bytes, update.total_s
-            row[1] = max(row[1], update.transient_bytes)
-    # Generation splits p and t further, or takes FSDP replicas as tensor shards, and gathers FSDP shards: an
-    # actor's options compete with those of the same sizes only, and in the seconds of this gather too. ZeRO-3
-    # leaves room for more slots, of which other numbers are tried, so neither sharding rules out the other.
-    groups: dict[tuple[int | str, ...], list[int]] = {}
-    points = costs
-    if role.generates:
-        gathers = [[simulator.generating.unshard_s(model, layout)] for layout in layouts]
-        points = np.concatenate([costs, np.reshape(gathers, (-1, 1))], axis=1)
-    for i in np.flatnonzero(fits(costs, problem.budget_bytes)).tolist():
-        each = layouts[i]
-        same = (each.p, each.t, each.fsdp, each.fsdp_gen, each.expert, each.sharding)
-        groups.setdefault(same if role.generates else (), []).append(i)
-    kept = [group[i] for group in groups.values() for i in pareto_front(points[group])]
-    return RoleOptions(tuple(layouts[i] for i in kept), costs[kept])
 
 
 class GenerationChoice:
@@ -369,10 +316,7 @@ class PoolSolver:
         self._generation = GenerationChoice(self.simulator.generating, problem)
         # Roles with the same tasks and the same model shape share their options.
         self._alike = {
-            role.name: (
-                dataclasses.replace(role, name=""),
-                problem.models[role.name],
-            )
+            role.name: (dataclasses.replace(role, name=""), problem.models[role.name])
             for role in problem.roles
         }
         # By tasks and model, not by name: two critics of one shape are simulated once.
@@ -424,7 +368,8 @@ class PoolSolver:
 
     def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
         # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.
-        found, budget = Turns.of_no_roles(), self._problem.budget_bytes
+        # At first one combination of no roles, without costs.
+        found, budget = Turns(np.zeros((1, 4)), np.zeros((1, 0), int)), self._problem.budget_bytes
         for i, name in enumerate(names):
             # Reserve the least seconds that the later roles need.
             later_s = self.least_passes_s(names[i + 1 :], devices)
@@ -443,7 +388,41 @@ class PoolSolver:
         }
 
     def _options_of(self, name: str, devices: int) -> RoleOptions:
-        key = (*self._alike[name], devices)
-        if key not in self._options:
-            self._options[key] = role_options(*key, self.simulator, self._problem)
+        # Layouts that fit alone and that no other layout beats in both memory and time.
+        role, model = self._alike[name]
+        key = role, model, devices
+        if key in self._options:
+            return self._options[key]
+        passes, problem = self.simulator.passes, self._problem
+        every = layouts_of(model, devices, problem.cluster.accelerator.domain, problem.limits)
+        layouts = [
+            layout
+            for layout in every
+            if passes.divides(layout) and (role.generates or layout.fsdp_gen == 1)
+        ]
+        costs = np.zeros((len(layouts), 4))
+        for row, layout in zip(costs, layouts, strict=True):
+            if role.forwards:
+                forward = passes.inference(model, layout, share=role.share(problem.workload))
+                row[:3] = forward.resident_bytes, forward.transient_bytes, forward.total_s
+                row[2] *= role.forwards
+            if role.trains:
+                update = passes.training(model, layout)
+                row[0], row[3] = update.resident_bytes, update.total_s
+                row[1] = max(row[1], update.transient_bytes)
+        # Generation splits p and t further, or takes FSDP replicas as tensor shards, and gathers FSDP shards:
+        # an actor's options compete with those of the same sizes only, and in the seconds of this gather too.
+        # ZeRO-3 leaves room for more slots, of which other numbers are tried, so neither sharding rules out
+        # the other.
+        groups: dict[tuple[int | str, ...], list[int]] = {}
+        points = costs
+        if role.generates:
+            gathers = [[self.simulator.generating.unshard_s(model, layout)] for layout in layouts]
+            points = np.concatenate([costs, np.reshape(gathers, (-1, 1))], axis=1)
+        for i in np.flatnonzero(fits(costs, problem.budget_bytes)).tolist():
+            each = layouts[i]
+            same = (each.p, each.t, each.fsdp, each.fsdp_gen, each.expert, each.sharding)
+            groups.setdefault(same if role.generates else (), []).append(i)
+        kept = [group[i] for group in groups.values() for i in pareto_front(points[group])]
+        self._options[key] = RoleOptions(tuple(layouts[i] for i in kept), costs[kept])
         return self._options[key]

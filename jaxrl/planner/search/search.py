@@ -198,7 +198,9 @@ class _Search:
         alone = (self.solver.front([self._actor], n).points[:, GENERATION] for n in sizes)
         self.bounds = Bounds(sizes, [seconds.min(initial=np.inf) for seconds in alone])
         self._fronts: dict[tuple[str, ...], PoolFront] = {}
-        self._merged: dict[Placement, SideBySide] = {(): SideBySide.of_no_pools()}
+        # No pools have no devices and take no seconds.
+        nothing = SideBySide(np.zeros((1, 4)), np.zeros((1, 0), int))
+        self._merged: dict[Placement, SideBySide] = {(): nothing}
 
     def best_of(self, placement: Placement) -> tuple[float, list[_ChosenPool]] | None:
         """(seconds, pools) of a placement's best mapping; None if none fits or is faster than the bound."""
@@ -261,11 +263,6 @@ class SideBySide:
 
     points: np.ndarray
     picks: np.ndarray
-
-    @staticmethod
-    def of_no_pools() -> SideBySide:
-        """The start: no devices, no seconds."""
-        return SideBySide(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
 
     def with_pool(
         self,

@@ -443,8 +443,26 @@ class ChatChoice(Choice):
             assert self.view is not None, "a whole answer has ended"
             part: Json = {"message": self.view.to_message() | {"refusal": None}}
         else:
+            for delta in new:
+                stream = self._stream
+                self._text += delta.text if stream is None else stream.add(delta.tokens)[1]
+            if self.view is None:
+                reasoning, content = self._parser.visible(
+                    self._text, opened=self._opened, calls=self._query.calls
+                )
+            else:
+                reasoning, content = self.view.reasoning, self.view.content
             # Only the first event of a stream has the role.
-            part = {"delta": ({"role": "assistant"} if first else {}) | self._new_fields(new)}
+            fields: Json = {"role": "assistant"} if first else {}
+            fields["content"] = content[self._sent[1] :]
+            if more := reasoning[self._sent[0] :]:
+                fields["reasoning_content"] = more
+            self._sent = len(reasoning), len(content)
+            # Calls are sent whole, at the end.
+            if self.view is not None and self.view.calls:
+                calls = self.view.to_message()["tool_calls"]
+                fields["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+            part = {"delta": fields}
         part["logprobs"] = None
         if self._call.logprobs:
             content = [
@@ -456,25 +474,6 @@ class ChatChoice(Choice):
             ]
             part["logprobs"] = {"content": content, "refusal": None}
         return part | ({"token_ids": _ids(new)} if self._call.token_ids else {})
-
-    def _new_fields(self, new: Sequence[Delta]) -> Json:
-        """The new fields of a message. Calls are sent whole, at the end."""
-        for delta in new:
-            self._text += delta.text if self._stream is None else self._stream.add(delta.tokens)[1]
-        if self.view is None:
-            reasoning, content = self._parser.visible(
-                self._text, opened=self._opened, calls=self._query.calls
-            )
-        else:
-            reasoning, content = self.view.reasoning, self.view.content
-        fields: Json = {"content": content[self._sent[1] :]}
-        if more := reasoning[self._sent[0] :]:
-            fields["reasoning_content"] = more
-        self._sent = len(reasoning), len(content)
-        if self.view is not None and self.view.calls:
-            calls = self.view.to_message()["tool_calls"]
-            fields["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        return fields
 
 
 def _chat_token(text: str, logprob: float) -> Json:

@@ -100,7 +100,8 @@ class RenderedPrompts:
         """The turn of a request; `keys` do not matter."""
         messages = [template_message(message) for message in query.messages]
         tools = {"tools": list(query.tools)} if query.tools else {}
-        prompt = self._tokenizer.encode_chat(messages, **tools, **query.variables)
+        text = self._tokenizer.render_chat(messages, **tools, **query.variables)
+        prompt = self._tokenizer.encode(text)
         # Encoded apart, so that the prompt ends with the ids of the beginning whatever comes before it.
         if query.start:
             prompt = np.concatenate([prompt, self._tokenizer.encode(query.start)])

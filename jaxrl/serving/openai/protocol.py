@@ -214,8 +214,9 @@ class _RequestPart(BaseModel):
     """An object of a request. Numbers are not converted to text, and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    # Fields that are accepted and not read.
+    # Fields that are accepted and not read; and whether all others that are unknown are, if they are empty.
     IGNORED: ClassVar[tuple[str, ...]] = ()
+    IGNORES_EMPTY: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -226,14 +227,10 @@ class _RequestPart(BaseModel):
         # Not `model_fields`, whose look-up takes longer than the rest.
         fields = cls.__pydantic_fields__
         for name, value in body.items():
-            if name not in fields and name not in cls.IGNORED and not cls._means_nothing(value):
+            ignored = name in cls.IGNORED or (cls.IGNORES_EMPTY and not value)
+            if name not in fields and not ignored:
                 raise _refused("is no field of this request", _short(name))
         return {name: value for name, value in body.items() if name in fields and value is not None}
-
-    @classmethod
-    def _means_nothing(cls, value: Any) -> bool:
-        """Whether this value of an unsupported field can be ignored."""
-        return False
 
 
 class StreamOptions(_RequestPart):
@@ -275,6 +272,9 @@ class ToolCallPart(_OpenPart):
 class Message(_RequestPart):
     """A message of a chat."""
 
+    # Clients send answers back unchanged, with empty lists of annotations.
+    IGNORES_EMPTY = True
+
     role: _Text = Field(description="a text")
     content: _Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
         default=None, description="a text, or a list of text parts"
@@ -286,11 +286,6 @@ class Message(_RequestPart):
         default_factory=list, description="a list of calls, each with an id and a function"
     )
     tool_call_id: _Text = Field(default="", description="a text")
-
-    @classmethod
-    def _means_nothing(cls, value: Any) -> bool:
-        # Clients send answers back unchanged, with empty lists of annotations.
-        return not value
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Message:
@@ -565,16 +560,13 @@ def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestTyp
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _invalid(kind, error) from error
-
-
-def _invalid(kind: type[RequestType], error: ValidationError) -> ApiError:
-    """Converts the first of pydantic's errors to an answer."""
-    found = error.errors(include_url=False)[0]
+        invalid = error
+    # The first of pydantic's errors as an answer.
+    found = invalid.errors(include_url=False)[0]
     location, context = found["loc"], found.get("ctx", {})
     if found["type"] == "refused":
         where = _path((*location, *context["path"]))
-        return ApiError(where + context["fault"], param=where)
+        raise ApiError(where + context["fault"], param=where) from invalid
     parts = (StreamOptions, SamplingParams, CalledFunction, ToolCallPart, Message, kind)
     rules = {
         name: field.description
@@ -597,7 +589,7 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> ApiError:
         message = f"{where}{shown}: this server does not have it; leave it out"
     else:
         message = f"{where} is {shown}; it must be {rule}" if shown else f"{where} must be {rule}"
-    return ApiError(message, param=where)
+    raise ApiError(message, param=where) from invalid
 
 
 def _path(location: Sequence[int | str]) -> str:

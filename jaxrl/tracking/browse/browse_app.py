@@ -109,16 +109,17 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         **{name: row.get(name) for name in plain},
         "source": visible(row.get("source") or ""),
         "failure": visible((row.get("failure") or {}).get("kind", "")),
-        **{name: _excerpt(text) for name, text in texts.items()},
+        # The beginning of a text and its end, where the answer usually is.
+        **{
+            name: visible(
+                text
+                if len(text) <= _START_CHARS + _END_CHARS
+                else f"{text[:_START_CHARS]} […] {text[-_END_CHARS:]}"
+            )
+            for name, text in texts.items()
+        },
         "folded": visible("\n".join(searched)).casefold(),
     }
-
-
-def _excerpt(text: str) -> str:
-    # The beginning of a text and its end, where the answer usually is, with invisible characters escaped.
-    if len(text) > _START_CHARS + _END_CHARS:
-        text = f"{text[:_START_CHARS]} […] {text[-_END_CHARS:]}"
-    return visible(text)
 
 
 def passing(rows: Sequence[dict[str, Any]], given: Mapping[str, str]) -> list[dict[str, Any]]:

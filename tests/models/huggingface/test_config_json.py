@@ -60,29 +60,6 @@ def without(values, *keys):
     return {k: v for k, v in values.items() if k not in keys}
 
 
-@pytest.mark.parametrize(
-    ("values", "num_params"),
-    [
-        (QWEN2, 494_032_768),
-        (QWEN3, 596_049_920),
-        (QWEN3_MOE, 30_532_122_624),
-        (LLAMA, 8_030_261_248),
-        (MISTRAL, 7_241_732_096),
-        (GEMMA3, 999_885_952),
-        (SMOLLM3, 3_075_098_624),
-        (PHI4_MINI, 3_836_021_760),
-        (OLMO3, 7_298_011_136),
-        (GLM45_AIR, 106_852_251_264),
-        (DEEPSEEK_V3, 671_026_419_200),
-    ],
-    ids=PUBLISHED,
-)
-def test_published_files_give_models_of_the_published_size(values, num_params):
-    config = parse_config(values)
-    assert config.num_params == num_params
-    assert config.num_tokens == 0
-
-
 def test_every_value_is_read():
     assert parse_config(QWEN3) == ModelConfig(
         vocab_size=151936,
@@ -118,6 +95,10 @@ def test_the_shapes_known_by_name_are_those_of_the_files():
     assert parse_config(OLMO3) == SHAPES["olmo-3-7b"]
     assert parse_config(GLM45_AIR) == SHAPES["glm-4.5-air"]
     assert parse_config(DEEPSEEK_V3) == SHAPES["deepseek-v3"]
+    assert parse_config(QWEN2) == SHAPES["qwen2.5-0.5b"]
+    assert parse_config(QWEN3) == SHAPES["qwen3-0.6b"]
+    assert parse_config(QWEN3_MOE) == SHAPES["qwen3-30b-a3b"]
+    assert parse_config(LLAMA) == SHAPES["llama-3.1-8b"]
 
 
 def test_what_gemma_3_files_of_other_versions_say_means_the_same():

@@ -52,7 +52,6 @@ def test_an_unknown_chip_lists_the_known():
 
 
 def test_the_planner_knows_the_chips_that_a_step_knows():
-    assert ACCELERATORS.keys() == CHIPS.keys()
     for name, (kinds, roof) in CHIPS.items():
         assert ACCELERATORS[name].roof == roof
         # No kind begins with a kind that stands before it.

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.hardware.cluster import GPU_TARGETS, Cluster, read_topology
+from jaxrl.planner.hardware.cluster import GPU_TARGETS, Cluster, read_topology, target_text
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_a_missing_compiler_is_named_with_the_line_that_installs_it(name, comman
 def test_every_gpu_states_its_target():
     for name, target in GPU_TARGETS.items():
         # Vendors count in another giga, and the driver keeps some for itself.
-        assert target.memory_bytes / 1e9 == pytest.approx(accelerator(name).memory_gb, rel=0.08)
-        assert target.text.count("{") == target.text.count("}")
+        assert target["memory"] / 1e9 == pytest.approx(accelerator(name).memory_gb, rel=0.08)
+        assert target_text(name).count("{") == target_text(name).count("}")
 
 
 @pytest.mark.tpu

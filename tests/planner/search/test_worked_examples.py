@@ -12,6 +12,8 @@ from jaxrl.planner.search.pool_fronts import Turns, fits, in_turn, pareto_front,
 from jaxrl.planner.search.search import Bounds, SideBySide
 
 # Resident and transient GB, seconds of preparation and training, as in pool_fronts.py.
+# One combination of no roles; no pools.
+NOTHING = np.zeros((1, 4)), np.zeros((1, 0), int)
 ACTOR = np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]])
 CRITIC = np.array([[5.0, 3.0, 1.0, 2.0]])
 
@@ -56,7 +58,7 @@ def test_roles_that_take_turns_add_up():
 
 
 def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
-    both = Turns.of_no_roles().with_role(ACTOR, budget=20, most_s=math.inf)
+    both = Turns(*NOTHING).with_role(ACTOR, budget=20, most_s=math.inf)
     assert both.with_role(CRITIC, budget=20, most_s=math.inf).options.tolist() == [[0, 0], [1, 0]]
     assert both.with_role(CRITIC, budget=16, most_s=math.inf).options.tolist() == [[0, 0]]
     assert both.with_role(CRITIC, budget=20, most_s=7).options.tolist() == [[1, 0]]
@@ -65,7 +67,7 @@ def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
 
 def test_pools_side_by_side_last_as_long_as_the_slower():
     critic, actor = np.array([[4.0, 0.0, 1.0, 9.0]]), np.array([[8.0, 10.0, 2.0, 6.0]])
-    alone = SideBySide.of_no_pools().with_pool(critic, most_devices=15, interesting=everything)
+    alone = SideBySide(*NOTHING).with_pool(critic, most_devices=15, interesting=everything)
     assert alone.best_with(actor, most_devices=16, below_s=math.inf) == (21.0, (0, 0))
     assert alone.best_with(actor, most_devices=11, below_s=math.inf) is None
     assert alone.best_with(actor, most_devices=16, below_s=21.0) is None
