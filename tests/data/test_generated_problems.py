@@ -186,15 +186,6 @@ def test_functions_that_misbehave_are_named(body, message):
         read(function(body))
 
 
-def test_a_function_that_fails_late_is_named_with_its_index():
-    prompts = stream(
-        read(function("return {'question': '1?', 'answer': 1 // (70 - index)}")), per_batch=70
-    )
-    next(prompts)
-    with pytest.raises(UserError, match=r"puzzles\.py:make index 70: ZeroDiv"):
-        next(prompts)
-
-
 # Tasks of reasoning-gym
 
 

@@ -100,10 +100,7 @@ def test_rows_with_messages(tmp_path, row, context):
     assert read(tmp_path, row) == (Preference(context, "2", "3", "s"),)
 
 
-MESSAGES = {
-    "chosen": [user("?"), assistant("2")],
-    "rejected": [user("?"), assistant("3")],
-}
+MESSAGES = {"chosen": [user("?"), assistant("2")], "rejected": [user("?"), assistant("3")]}
 
 
 @pytest.mark.parametrize(
@@ -114,26 +111,9 @@ MESSAGES = {
         ({"prompt": "?", "chosen": "2"}, "no field 'rejected'"),
         ({"prompt": "?", "chosen": "2", "rejected": " "}, "field 'rejected' is \" \"; it must be"),
         ({"prompt": "?", "chosen": 2, "rejected": "3"}, "field 'chosen' is 2; it must be text"),
-        ({"prompt": 7, "chosen": "2", "rejected": "3"}, "field 'prompt' is 7"),
-        (
-            {"prompt": [], "chosen": "2", "rejected": "3"},
-            "must be a list of messages and not empty",
-        ),
         ({**MESSAGES, "rejected": "3"}, "one is a list of messages and the other is not"),
         ({**MESSAGES, "chosen": [user("?")]}, "the last message of field 'chosen' is by 'user'"),
         ({**MESSAGES, "chosen": [user("!"), assistant("2")]}, "part before their last message"),
-        (
-            {**MESSAGES, "chosen": ["2"]},
-            "message 1 of field 'chosen' is \"2\"; it must be an object",
-        ),
-        (
-            {**MESSAGES, "chosen": [user("?"), {"role": "assistant"}]},
-            "'content' of message 2 of field 'chosen' is null",
-        ),
-        (
-            {**MESSAGES, "rejected": [user("?"), assistant("2") | {"tool_calls": [{}]}]},
-            "message 2 of field 'rejected' has 'tool_calls'; only a role and a content",
-        ),
         ({**MESSAGES, "chosen_harms": "yes"}, "'yes'"),
     ],
 )

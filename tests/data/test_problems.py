@@ -65,31 +65,6 @@ def test_every_truth_is_put_to_the_grader_of_its_source(data):
     }
 
 
-def test_each_source_has_its_share(data):
-    problems = read(data)
-    encoded = encode(problems.train, data, TOKENIZER)
-    assert [e.prompts.texts for e in encoded] == [("sums 0", "sums 1"), ("words 0",)]
-    stream = PromptStream(
-        [e.prompts for e in encoded],
-        weights=[source.settings.weight for source in problems.train],
-        prompts_per_batch=8,
-        seed=0,
-    )
-    assert next(stream).sources.count("words") == 6
-
-
-def test_the_card_has_a_paragraph_for_each_source(data):
-    problems = read(data)
-    card = data_card(problems, encode(problems.train, data, TOKENIZER))
-    first, words, *_ = card.split("data.sources.words: ")
-    assert "data.train: sums.jsonl (JSONL, layout problem/answer)" in first
-    assert "3 rows, 2 prompts, 25.0% of what is drawn" in first
-    assert "words.jsonl:2: 'b' is not upper case" in words
-    assert '1 prompts of the evaluation, left out\n    words.jsonl:3: "words 2"' in words
-    assert "data.evaluations.words: words_test.jsonl" in card
-    assert card.count("tokens up to") == 2
-
-
 MADE = """
 def make(index, rng):
     return {"problem": f"made {index}", "answer": "y" * 400 if index % 3 == 0 else str(index)}

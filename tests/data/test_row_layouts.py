@@ -78,10 +78,7 @@ def test_fields_that_are_named_win(tmp_path):
 
 
 def test_a_conversation_stays_one(tmp_path):
-    talk = [
-        {"role": "system", "content": "Be terse."},
-        {"role": "user", "content": "3 + 4?"},
-    ]
+    talk = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "3 + 4?"}]
     (record,) = read(tmp_path, verl("x", prompt=talk)).records
     assert record.prompt == tuple(talk)
 

@@ -4,7 +4,6 @@ import datetime
 import json
 import pathlib
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -200,20 +199,6 @@ def test_a_field_of_several_types_is_left_to_jsonl(tmp_path):
     assert list(tmp_path.iterdir()) == []
     write_rows(rows, tmp_path / "out.jsonl")
     assert read(tmp_path / "out.jsonl") == rows
-
-
-def test_another_format_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"neither \.jsonl nor \.parquet"):
-        write_rows(ROWS, tmp_path / "out.csv")
-
-
-def test_nanoseconds_are_read_to_the_microsecond(tmp_path):
-    moments = pa.array(np.array([1_577_836_800_123_456_789])).cast(pa.timestamp("ns"))
-    table = pa.table({"at": moments, "zoned": moments.cast(pa.timestamp("ns", "UTC"))})
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet") == [
-        {"at": "2020-01-01 00:00:00.123456", "zoned": "2020-01-01 00:00:00.123456+00:00"}
-    ]
 
 
 def test_a_time_beyond_pythons_spoils_its_own_row_alone(tmp_path):

@@ -155,12 +155,6 @@ def test_a_problem_that_stands_there_again_is_counted(tmp_path):
     assert counts(source) == {DUPLICATES: 2}
 
 
-def test_of_contradicting_answers_the_first_is_kept(tmp_path):
-    source = read(write(tmp_path, GOOD, '{"q": "1 + 1?", "a": 3}', GOOD))
-    assert [record.answer for record in source.records] == ["2"]
-    assert counts(source) == {DUPLICATES: 2}
-
-
 # Truths and evaluation.
 
 
@@ -171,9 +165,7 @@ def numbers_only(answer, extra, source):
 
 def test_truths_are_put_to_their_grader(tmp_path):
     path = write(
-        tmp_path,
-        '{"q": "1?", "a": "1", "level": 1}',
-        '{"q": "2?", "a": "two", "level": 1}',
+        tmp_path, '{"q": "1?", "a": "1", "level": 1}', '{"q": "2?", "a": "two", "level": 1}'
     )
     source = read(path)
     checked = source.with_readable_truths(numbers_only)

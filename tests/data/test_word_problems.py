@@ -29,14 +29,6 @@ def test_the_answer_follows_from_the_numbers_of_the_story(kind):
         assert re.search(r"How many (\w+) does (\w+) have now\?$", made["problem"])
 
 
-def test_two_people_of_a_story_are_different():
-    for index in range(200):
-        text = problem(index, kinds=["gain", "loss"])["problem"]
-        if given := re.search(r"(\w+) gives (\w+) \d+ more|^(\w+) .* to (\w+)\.", text):
-            first, second = (name for name in given.groups() if name)
-            assert first != second
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -28,11 +28,6 @@ def sums(draw):
     return expression, len(numbers), total
 
 
-def every_worked_style(expression: str) -> set[str]:
-    texts = {worked_sums.solve(expression, random.Random(seed)) for seed in range(160)}
-    return {text for text in texts if "=" in text}
-
-
 @settings(deadline=None)
 @given(sums(), st.integers(0, 100))
 def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
@@ -48,25 +43,6 @@ def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
         assert after[0] == before[3]
     if work:
         assert answer == f"Answer: {total}"
-
-
-def test_additions_may_come_first():
-    assert every_worked_style("5 - 7 + 9") == {
-        "5+9=14\n14-7=7\nAnswer: 7",
-        "First 5+9=14, then 14-7=7.\nAnswer: 7",
-        "5+9=14; 14-7=7\nAnswer: 7",
-        "5-7=-2\n-2+9=7\nAnswer: 7",
-        "First 5-7=-2, then -2+9=7.\nAnswer: 7",
-        "5-7=-2; -2+9=7\nAnswer: 7",
-    }
-
-
-def test_shares_of_bare_and_of_wrong_answers():
-    texts = [worked_sums.solve("5 - 7 + 9", random.Random(seed)) for seed in range(4000)]
-    bare = [text for text in texts if "=" not in text]
-    wrong = [text for text in bare if text != "Answer: 7"]
-    assert abs(len(bare) / len(texts) - worked_sums.BARE_ANSWERS) < 0.03
-    assert abs(len(wrong) / len(bare) - worked_sums.WRONG_BARE_ANSWERS) < 0.04
 
 
 @pytest.mark.parametrize("text", ["", "5 *  7", "5 + ", "5 + x", "5 + 7\n", "__import__('os')"])
