@@ -24,51 +24,33 @@ DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 # ---- by hand
 
 
-@pytest.mark.parametrize(
-    "answer",
-    cases("42"),
-)
+@pytest.mark.parametrize("answer", cases("42"))
 def test_spellings_of_42(answer):
     assert grade_answer(f"So we are done.\nAnswer: {answer}", "42") == Grade(True, "42")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    cases("not 42"),
-)
+@pytest.mark.parametrize("answer", cases("not 42"))
 def test_not_42(answer):
     assert not grade_answer(f"Answer: {answer}", "42").correct
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    cases("units"),
-)
+@pytest.mark.parametrize(("one", "other", "same"), cases("units"))
 def test_units_may_be_left_out_but_not_changed(one, other, same):
     for said, truth in ((one, other), (other, one)):
         assert grade_answer(f"Answer: {said}", truth).correct == same
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    cases("spellings of one value"),
-)
+@pytest.mark.parametrize(("one", "other"), cases("spellings of one value"))
 def test_one_value_has_one_spelling(one, other):
     assert normalize_answer(one) == normalize_answer(other) != ""
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    cases("different values"),
-)
+@pytest.mark.parametrize(("one", "other"), cases("different values"))
 def test_different_values_differ(one, other):
     assert normalize_answer(one) != normalize_answer(other)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    cases("answer"),
-)
+@pytest.mark.parametrize(("response", "answer"), cases("answer"))
 def test_the_last_answer_counts(response, answer):
     assert extract_answer(response) == answer
 
@@ -78,18 +60,12 @@ def test_an_answer_stands_in_the_last_300_characters():
     assert extract_answer("Answer: 42" + " " * 291) is None
 
 
-@pytest.mark.parametrize(
-    "response",
-    cases("last sentence"),
-)
+@pytest.mark.parametrize("response", cases("last sentence"))
 def test_a_last_sentence_says_80(response):
     assert grade_answer(response, "80") == Grade(True, "80")
 
 
-@pytest.mark.parametrize(
-    "response",
-    cases("no last sentence"),
-)
+@pytest.mark.parametrize("response", cases("no last sentence"))
 def test_a_sentence_that_says_something_else_is_no_answer(response):
     assert extract_answer(response) is None
     # What was said before still counts.
@@ -109,18 +85,12 @@ def test_a_sentence_in_math_mode_may_hold_any_answer():
     assert extract_answer(r"The answer is \frac{\pi}{2}.") is None
 
 
-@pytest.mark.parametrize(
-    ("notation", "value"),
-    cases("scientific notation"),
-)
+@pytest.mark.parametrize(("notation", "value"), cases("scientific notation"))
 def test_scientific_notation_is_a_number(notation, value):
     assert grade_answer(f"Answer: {notation}", value) == Grade(True, value)
 
 
-@pytest.mark.parametrize(
-    ("notation", "value"),
-    cases("no scientific notation"),
-)
+@pytest.mark.parametrize(("notation", "value"), cases("no scientific notation"))
 def test_what_only_looks_like_scientific_notation_is_none(notation, value):
     assert not grade_answer(f"Answer: {notation}", value).correct
 
@@ -277,13 +247,6 @@ def test_every_true_answer_counts_and_its_neighbour_does_not(name):
     for answer in answers:
         assert grade_answer(f"We add up.\nAnswer: {answer}", answer).correct
         assert not grade_answer(f"We add up.\nAnswer: {int(answer) + 1}", answer).correct
-
-
-def test_every_gsm8k_solution_has_an_integer_answer():
-    for solution in _column("gsm8k_test"):
-        number = int(gsm8k_answer(solution).replace(",", ""))
-        assert grade_gsm8k(f"Answer: ${number:,}", solution).correct
-        assert not grade_gsm8k(f"Answer: {number + 1}", solution).correct
 
 
 @pytest.mark.parametrize(

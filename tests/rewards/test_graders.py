@@ -58,17 +58,6 @@ def test_each_source_has_its_grader(graders):
     assert "empty ground truth" in ours.validate(GradingTask(" ", source="words"))
 
 
-def test_ground_truths_are_read_before_there_is_a_response():
-    ours = Graders(("answer", {}), {"solutions": ("gsm8k", {})})
-    for truth in ("#### 1", "1"):
-        assert (
-            ours.validate(GradingTask("six"))
-            is ours.validate(GradingTask(truth, source="solutions"))
-            is None
-        )
-    assert "GSM8K solution ending in 'six'" in ours.validate(GradingTask("six", source="solutions"))
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -169,11 +158,7 @@ def test_a_function_that_raises_is_a_failure_here_as_well():
 
 
 @pytest.mark.parametrize(
-    ("name", "imported"),
-    [
-        ("answer", {"answer"}),
-        ("math", {"answer", "math_grader"}),
-    ],
+    ("name", "imported"), [("answer", {"answer"}), ("math", {"answer", "math_grader"})]
 )
 def test_a_run_imports_the_graders_that_it_names_and_no_other(name, imported):
     program = (
@@ -236,12 +221,6 @@ def test_a_truth_that_cannot_be_read_is_told_to_who_asked_with_it():
     with pytest.raises(UserError, match="no truth"):
         bad.result()
     ours.close()
-
-
-def test_no_process_is_started_for_those_that_need_none(graders):
-    ours = graders(("answer", {}))
-    ours.grade([sample("Answer: 1", "1")])
-    assert not ours._pool._idle
 
 
 def test_a_hint_is_given_once_if_most_answers_cannot_be_read(graders, caplog):

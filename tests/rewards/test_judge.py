@@ -26,9 +26,7 @@ def prompt_of_turns(completions, turns, template: JudgeTemplate) -> str:
     """The prompt for a response of these turns."""
     text = "".join(turn.text for turn in turns)
     changed = dataclasses.replace(
-        completions,
-        texts=(text, *completions.texts[1:]),
-        turns=(turns, *completions.turns[1:]),
+        completions, texts=(text, *completions.texts[1:]), turns=(turns, *completions.turns[1:])
     )
     return judge_prompts(changed, template)[0]
 
@@ -42,12 +40,6 @@ def test_each_response_is_judged_with_its_question_and_answer(completions):
         f"Q prompt {n}\nA answer {n}\nR response {n}.{g} {{not a field}} {{{{}}}}"
         for n, g in [(5, 0), (5, 1), (9, 0), (9, 1)]
     )
-
-
-def test_braces_in_a_response_are_braces(completions):
-    template = JudgeTemplate("<r>{response}</r> right: {answer}")
-    text = r"{answer} {response} {0} \g<0> \1 {question"
-    assert prompt(completions, text, template) == f"<r>{text}</r> right: answer 5"
 
 
 def test_what_an_environment_writes_is_not_judged(completions):

@@ -104,12 +104,7 @@ def test_a_program_that_raises_has_a_status(sandbox):
 
 
 @pytest.mark.parametrize(
-    "program",
-    [
-        "while True: pass",
-        "x = 9**9**9",
-        "import time\ntime.sleep(600)",
-    ],
+    "program", ["while True: pass", "x = 9**9**9", "import time\ntime.sleep(600)"]
 )
 def test_a_program_ends_when_its_time_is_over(sandbox, program):
     outcome = sandbox.run(program + "\nprint('went on')", b"", SandboxLimits(seconds=1.0))

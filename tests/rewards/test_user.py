@@ -17,11 +17,6 @@ from jaxrl.rewards.user import UserRewards, reward_function
 from jaxrl.types import TurnText
 from jaxrl.user_code import load_function
 
-BREVITY = """
-    def brevity(responses):
-        return [-len(tokens) / 10 for tokens in responses.tokens]
-"""
-
 
 @pytest.fixture
 def written(tmp_path):
@@ -40,12 +35,6 @@ def written(tmp_path):
 @pytest.fixture
 def completions(make_scored):
     return make_scored([5, 9], num_samples=2).completions
-
-
-def test_a_function_of_a_file(written, completions):
-    scores = reward_function(f"{written(BREVITY)}:brevity")(Responses.of(completions))
-    np.testing.assert_allclose(scores, -completions.lengths_B / 10, rtol=1e-6)
-    assert scores.dtype == np.float32
 
 
 def test_a_function_sees_what_else_the_rows_hold(written, completions):
@@ -68,15 +57,6 @@ def test_a_function_sees_what_else_the_rows_hold(written, completions):
     rewards.close()
 
 
-def test_a_function_of_a_module(written, completions, tmp_path, monkeypatch):
-    written(BREVITY)
-    (tmp_path / "my_rewards.py").rename(tmp_path / "rewards_of_this_test.py")
-    monkeypatch.syspath_prepend(tmp_path)
-    scores = reward_function("rewards_of_this_test:brevity")(Responses.of(completions))
-    np.testing.assert_allclose(scores, -completions.lengths_B / 10, rtol=1e-6)
-    del sys.modules["rewards_of_this_test"]
-
-
 def test_a_function_of_the_program_is_refused_before_a_process_looks_for_it(monkeypatch):
     main = types.ModuleType("__main__")
     vars(main)["reward"] = lambda responses: [0.0] * len(responses)
@@ -90,29 +70,6 @@ def test_a_function_of_the_program_is_refused_before_a_process_looks_for_it(monk
         check_grader("__main__:grade", {})
     # What is called in this process may be of it.
     assert load_function("__main__:reward", "environment") is vars(main)["reward"]
-
-
-def test_two_functions_of_a_file_share_its_state(written, completions):
-    path = written(
-        """
-        import dataclasses
-
-        @dataclasses.dataclass
-        class Seen:
-            count: int = 0
-
-        seen = Seen()
-
-        def count(responses):
-            seen.count += 1
-            return [0] * len(responses)
-
-        def counted(responses):
-            return [seen.count] * len(responses)
-        """
-    )
-    reward_function(f"{path}:count")(Responses.of(completions))
-    assert reward_function(f"{path}:counted")(Responses.of(completions)).tolist() == [1, 1, 1, 1]
 
 
 def test_a_function_sees_each_response_with_what_it_answers(completions):

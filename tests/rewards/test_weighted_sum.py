@@ -47,12 +47,6 @@ def test_correctness_and_shaping_stay_the_graders(make_scored):
     assert total.predictions == scored.predictions
 
 
-def test_the_grader_alone_changes_nothing(make_scored):
-    scored = make_scored([3, 12])
-    total, _ = weighted_sum(scored, [Term("grader", 1.0, scored.score_B)])
-    np.testing.assert_array_equal(total.reward_B, scored.reward_B)
-
-
 @pytest.mark.parametrize(
     ("score_B", "message"),
     [
