@@ -47,14 +47,6 @@ def test_value_and_gradient_equal_the_formula(name, d):
     np.testing.assert_allclose(SLOPES[name](p, q)[away], expected[away], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATES)
-def test_the_same_policy_costs_nothing(name):
-    p = jnp.array([-0.1, -30.0])
-    np.testing.assert_array_equal(KL_ESTIMATES[name](p, p), 0)
-    if name != "k1":
-        np.testing.assert_array_equal(SLOPES[name](p, p), 0)
-
-
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k1+", "k3+"])
 def test_expectations_are_as_the_table_says(name):
     # Exactly, by summing over the vocabulary: of the value, and of value x score + gradient's part.

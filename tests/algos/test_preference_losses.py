@@ -80,12 +80,7 @@ def ipo(w, l, ref_w, ref_l, *, beta):  # noqa: E741
     return ((w - l) - (ref_w - ref_l) - 1 / (2 * beta)) ** 2, implied(w, l, ref_w, ref_l, beta)
 
 
-TWINS = {
-    "bradley_terry": bradley_terry,
-    "cost_preference": cost_preference,
-    "dpo": dpo,
-    "ipo": ipo,
-}
+TWINS = {"bradley_terry": bradley_terry, "cost_preference": cost_preference, "dpo": dpo, "ipo": ipo}
 NAMES = sorted(PREFERENCE_LOSSES)
 
 

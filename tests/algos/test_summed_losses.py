@@ -39,12 +39,7 @@ def gradient(name, **arrays):
         # The first token is clipped at 1.2; the second, below .8 with A > 0, is not.
         ("ppo", {}, [-1.2, -1, 3, 0], [0, -1, 3, 0]),
         # Weights 1.2, .8, 1, 1, and every token keeps its gradient.
-        (
-            "cispo",
-            {},
-            [-1.2 * ln(0.8), -1.6 * ln(0.2), 3 * ln(0.5), 0],
-            [-1.2, -1.6, 3, 0],
-        ),
+        ("cispo", {}, [-1.2 * ln(0.8), -1.6 * ln(0.2), 3 * ln(0.5), 0], [-1.2, -1.6, 3, 0]),
         # Half of beta times the squared log-ratio, which is log 2 both ways.
         (
             "dro",
