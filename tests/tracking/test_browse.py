@@ -230,17 +230,6 @@ def test_tokens_are_coloured_by_logprob(client):
     assert_harmless(page)
 
 
-def test_tokens_are_coloured_by_the_gap(client):
-    page = get(client, "/sample/step_10/5?color=gap")
-    assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [
-        "down0",
-        "down2",
-        "up5",
-    ]
-    page = get(client, "/sample/step_10/5?color=none")
-    assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [""] * 3
-
-
 def test_tokens_are_coloured_by_the_age_of_their_weights(tmp_path):
     pieces = {**row_of()["token_pieces"], "version": [3, 9, 10]}
     write(tmp_path / "samples.jsonl", [row_of(token_pieces=pieces), row_of(1)])

@@ -1,6 +1,5 @@
 """Checkpoints of a few numbers after kills, damage and concurrent reads at any moment."""
 
-import json
 import os
 import pathlib
 import shutil
@@ -288,14 +287,6 @@ def test_a_reader_looks_again_if_the_run_continues_meanwhile(tmp_path, monkeypat
 
     monkeypatch.setattr(stored, "fault", run_continues)
     assert stored.newest_intact() == 2
-
-
-def test_a_manifest_holds_size_and_checksum_of_every_file(tmp_path):
-    folder = written(tmp_path, 1)
-    manifest = json.loads(manifest_of(folder, 1).read_text())
-    assert {name: size for name, (size, _) in manifest.items()} == {
-        name: len(content) for name, content in contents(folder / "1").items()
-    }
 
 
 def test_arrays_of_a_record_come_back_to_the_bit(tmp_path):

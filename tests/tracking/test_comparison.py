@@ -9,7 +9,6 @@ from report_page import check_page
 
 from jaxrl import cli
 from jaxrl.errors import EXIT_USER_ERROR
-from jaxrl.tracking.report.plots import compared_plots, draw_svg, shared_metrics
 from jaxrl.tracking.report.report_command import labels_of
 
 ATTACK = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
@@ -137,38 +136,12 @@ def test_important_curves_come_first_and_the_others_are_folded(tmp_path, two):
     ]
 
 
-def test_a_run_keeps_its_colour_where_another_lacks_a_metric():
-    runs = [("a", [{"step": 1, "x": 1.0}]), ("b", [{"step": 1, "x": 2.0, "y": 1.0}])]
-    runs.append(("c", [{"step": 1, "y": 3.0, "z": 1.0}]))
-    assert shared_metrics([rows for _, rows in runs]) == ["x", "y"]
-    legends = {
-        plot.title: [(e.color, e.label, e.value) for e in plot.legend]
-        for plot in compared_plots(runs).others
-    }
-    assert legends == {
-        "x": [(0, "a", "1"), (1, "b", "2")],
-        "y": [(1, "b", "1"), (2, "c", "3")],
-    }
-
-
-def test_a_metric_of_a_single_step_is_visible():
-    runs = [(name, [{"step": 1, "x": value}]) for name, value in (("a", 1.0), ("b", 2.0))]
-    (plot,) = compared_plots(runs).others
-    svg = draw_svg(plot.draw, unit=plot.unit, salt="x", label="x")
-    assert {"0", "1"} <= set(re.findall(r"<use [^>]*fill: var\(--c(\d)\)", svg))
-
-
 def test_settings_that_differ_are_a_table(tmp_path, two):
     text = report(tmp_path, *two).split("Settings that differ")[1]
     assert "2 of 4" in text
     assert table_row(text, "optim.lr") == ["1e-06", "2e-06"]
     assert table_row(text, "new.setting") == ["-", "True"]
     assert "run.num_steps" not in text.replace("<wbr>", "")
-
-
-def test_equal_settings_are_said(tmp_path):
-    runs = [write_run(tmp_path / name) for name in "ab"]
-    assert "The runs have the same settings." in report(tmp_path, *runs)
 
 
 def test_samples_of_the_same_prompts_are_side_by_side(tmp_path, two):
@@ -201,11 +174,6 @@ def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
         assert absent not in shown
 
 
-def test_runs_without_samples_on_the_same_prompts_say_so(tmp_path, two):
-    other = write_run(tmp_path / "c" / "seed0", samples_after=samples(True, ["another"]))
-    assert "No two of the runs have samples on the same prompts." in report(tmp_path, two[0], other)
-
-
 def test_every_shared_stage_has_a_section(tmp_path):
     runs = [write_run(tmp_path / name) for name in "ab"]
     for run in runs:
@@ -236,12 +204,6 @@ def test_the_page_is_self_contained_and_untrusted_text_is_escaped(tmp_path, two)
 
 def test_equal_runs_give_equal_bytes(tmp_path, two):
     assert report(tmp_path, *two) == report(tmp_path, *two)
-
-
-@pytest.mark.slow
-def test_many_long_runs_stay_small(tmp_path):
-    runs = [write_run(tmp_path / str(i), rows(20_000, best=i / 8)) for i in range(8)]
-    assert len(report(tmp_path, *runs)) < 5_000_000
 
 
 @pytest.mark.parametrize(

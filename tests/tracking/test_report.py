@@ -3,10 +3,8 @@
 import re
 
 import numpy as np
-import pytest
 from report_page import check_page
 
-from jaxrl.tracking.readable import number
 from jaxrl.tracking.report import plots
 from jaxrl.tracking.report.page import PromptResponses, Response, write_report
 
@@ -46,10 +44,7 @@ def _sft_rows():
 SAMPLE = PromptResponses(
     "5 + 7 - 3 =",
     "9",
-    [
-        ("Before", Response("Answer: 1", False)),
-        ("After", Response("5 + 7 = 12 ; Answer: 9", True)),
-    ],
+    [("Before", Response("Answer: 1", False)), ("After", Response("5 + 7 = 12 ; Answer: 9", True))],
 )
 
 
@@ -152,10 +147,6 @@ def test_untrusted_text_is_escaped(tmp_path):
     assert "default-src 'none'" in text
 
 
-def test_names_of_data_sets_are_text_too(tmp_path):
-    assert "evaluation: sums $x$ &lt;b&gt; mean@4" in _write(tmp_path / "report.html")
-
-
 def test_samples_stand_side_by_side_with_their_marks(tmp_path):
     text = _write(tmp_path / "report.html")
     before, after = text.index("✗ wrong"), text.index("✓ correct")
@@ -163,40 +154,6 @@ def test_samples_stand_side_by_side_with_their_marks(tmp_path):
     assert "of these 1, correct before: 0, after: 1" in text
 
 
-def test_colours_follow_the_theme(tmp_path):
-    svg = "".join(re.findall(r"<svg.*?</svg>", _write(tmp_path / "report.html"), re.DOTALL))
-    assert set(re.findall(r"(?:fill|stroke): ([^;\"]*)", svg)) <= {
-        "none",
-        "var(--muted)",
-        "var(--line)",
-        *(f"var(--c{i})" for i in range(8)),
-    }
-
-
 def test_a_long_run_stays_small(tmp_path):
     rows = [{"step": s, "actor/entropy": float(s % 7)} for s in range(20_000)]
     assert len(_write(tmp_path / "report.html", sections=[("DAPO", rows)])) < 1_000_000
-
-
-def test_smoothing_keeps_constants_and_means():
-    np.testing.assert_allclose(plots._smooth(np.full(100, 3.0)), 3.0)
-    np.testing.assert_allclose(plots._smooth(np.arange(12.0))[1:-1], np.arange(1.0, 11.0))
-    np.testing.assert_array_equal(plots._smooth(np.array([1.0, 5.0])), [1.0, 5.0])
-
-
-def test_phases_beyond_the_palette_are_summed():
-    row = {"step": 1, "timing_s/step": 99.0} | {f"timing_s/p{i}": float(i) for i in range(1, 11)}
-    seconds = plots._phase_seconds([row, {"step": 2}])
-    assert list(seconds) == ["p10", *(f"p{i}" for i in range(4, 10)), "other"]
-    np.testing.assert_array_equal(seconds["other"], [1 + 2 + 3, 0])
-
-
-def test_phases_stand_in_the_order_of_events():
-    names = ["save_checkpoint", "update_actor", "gen", "zeta"]
-    row = {"step": 1} | {f"timing_s/{name}": 1.0 for name in names}
-    assert list(plots._phase_seconds([row])) == ["gen", "update_actor", "save_checkpoint", "zeta"]
-
-
-@pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (0.12345, "0.123")])
-def test_numbers_are_short(value, text):
-    assert number(value) == text
