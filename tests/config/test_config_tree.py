@@ -142,10 +142,7 @@ def test_an_override_of_a_derived_setting_stays_there():
             {"axes": ("data", len)},
             r"axes\[1\] = <built-in function len>: expected text; write the function into a file .*:score\"",
         ),
-        (
-            {"actor__optim__betas": (0.9,)},
-            r"actor.optim.betas = \(0.9,\): expected 2 values",
-        ),
+        ({"actor__optim__betas": (0.9,)}, r"actor.optim.betas = \(0.9,\): expected 2 values"),
         (
             {"actor__optim__schedule": "cosin"},
             "actor.optim.schedule = 'cosin': expected 'constant' or 'cosine'",
