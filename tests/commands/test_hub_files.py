@@ -10,12 +10,7 @@ import pytest
 from jaxrl.commands import hub_files
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.schema import Config
-from jaxrl.data.data_config import (
-    DataConfig,
-    EvaluationSourceConfig,
-    SourceConfig,
-    TokenizerConfig,
-)
+from jaxrl.data.data_config import DataConfig, EvaluationSourceConfig, SourceConfig, TokenizerConfig
 from jaxrl.errors import UserError
 from jaxrl.hub.downloads import Hub
 from jaxrl.mesh.layout import LayoutConfig
