@@ -79,29 +79,6 @@ def test_a_short_step_is_filled_with_what_was_dropped_if_asked(make_scored):
         fill(buffer_of(3, 1, fills_up=True), make_scored([1, 0]))
 
 
-def test_the_buffer_fills_over_several_batches(make_scored):
-    buffer = buffer_of(3, 4)
-    batches = [make_scored([0, 6, 15]), make_scored([15, 15, 0]), make_scored([9, 2, 15])]
-    assert fill(buffer, *batches) == [False, False, True]
-    groups, stats = buffer.take()
-    assert ids_of(groups) == [6, 9, 2], "first come, first kept"
-    assert stats.generation_batches == 3
-    assert stats.surplus_prompts == 0
-
-
-def test_a_batch_that_is_full_at_once_and_its_surplus(make_scored):
-    buffer = buffer_of(2, 1)
-    assert fill(buffer, make_scored([3, 0, 4, 5, 6])) == [True]
-    groups, stats = buffer.take()
-    assert ids_of(groups) == [3, 4]
-    assert stats.surplus_prompts == 2
-
-
-def test_the_step_may_become_full_with_the_last_batch_allowed(make_scored):
-    buffer = buffer_of(2, 2)
-    assert fill(buffer, make_scored([1]), make_scored([2])) == [False, True]
-
-
 def test_taking_empties_the_buffer(make_scored):
     buffer = buffer_of(2, 2)
     fill(buffer, make_scored([1, 2, 3]))

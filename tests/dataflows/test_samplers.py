@@ -9,12 +9,7 @@ from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_ba
 
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
-from jaxrl.dataflows.samplers import (
-    Generation,
-    GreedySampling,
-    PartialSampling,
-    Sampling,
-)
+from jaxrl.dataflows.samplers import Generation, GreedySampling, PartialSampling, Sampling
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
@@ -198,24 +193,6 @@ def test_a_finished_group_is_graded_once_and_a_generation_batch_has_an_end():
     assert bench.grader.calls == len(sampled.completions) == 2 * len(seen)
 
 
-def test_unfinished_groups_go_through_a_record():
-    def cut_short(kind):
-        bench = partial_bench()
-        bench.step(enough=lambda group: True)
-        return bench
-
-    bench, again = (
-        cut_short(0),
-        partial_bench(),
-    )
-    again.sampler.restore(bench.sampler.record(bench.prompts), again.prompts)
-    again.timer.step, again.policy.version = bench.timer.step, bench.policy.version
-    ours, theirs = again.step(), bench.step()
-    assert ids_of(ours) == ids_of(theirs)
-    assert ours.completions.texts == theirs.completions.texts
-    assert ours.counts == theirs.counts
-
-
 # Dynamic sampling around another sampler
 
 
@@ -240,11 +217,3 @@ def test_partial_sampling_stops_once_the_step_is_full():
     assert len(ids_of(sampled)) == 3 and all(n % 2 == 0 for n in ids_of(sampled))
     # Every group was looked at once, in all that was sampled.
     assert bench.grader.calls == 2 * sampled.metrics["train/num_prompts_sampled"]
-
-
-def test_too_few_mixed_groups_end_the_run():
-    bench = Bench(Sampling, grader=CountingGrader(lambda number, response: True))
-    with pytest.raises(
-        UserError, match=r"3 generation batches \(12 prompts\) gave 0 of the 2 groups"
-    ):
-        bench.step(dynamic(bench, 2))
