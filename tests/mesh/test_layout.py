@@ -61,16 +61,6 @@ def test_generation_takes_replicas_for_more_tensor_shards_than_training_has():
         layout_of("1-2-4", "1-4-1-4", fsdp=2)
 
 
-def test_generation_defaults_to_the_training_layout():
-    layout = layout_of("2-4-1")
-    assert (layout.p_g, layout.t_g, layout.d_g) == (2, 4, 1)
-    assert layout.axis_sizes["stage_micro"] == layout.axis_sizes["tensor_micro"] == 1
-
-
-def test_the_default_layout_is_one_device():
-    assert ParallelLayout.from_config(LayoutConfig()).num_devices == 1
-
-
 @pytest.mark.parametrize(
     "train", ["", "1", "1-2", "1-2-3-4", "1-x-2", "1-0-2", "1--2", "1-2-", "1- 2-2", "-1-2-2"]
 )

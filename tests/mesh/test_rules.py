@@ -1,5 +1,3 @@
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,6 @@ from jaxrl.mesh.rules import (
     constraint,
     partition_spec,
     parts_of,
-    replicated,
     shardings,
     shards_of,
 )
@@ -168,16 +165,6 @@ def test_a_constraint_on_one_device_does_nothing():
     assert constraint(mesh_of("1-1-1"), TRAIN_RULES)(x, ("batch", "length")) is x
 
 
-def test_replicated_is_whole_everywhere():
-    assert replicated(mesh_of("1-4-2")).is_fully_replicated
-
-
-def test_a_setting_that_divides_is_accepted():
-    mesh = mesh_of("1-2-4", "1-1-2-4", fsdp=2)
-    check_divides("train.rows", 8, "batch", TRAIN_RULES, mesh)
-    check_divides("rollout.slots", 16, "batch", GENERATE_RULES, mesh)
-
-
 @pytest.mark.parametrize(
     ("size", "remedy"), [(6, "use 4 or 8"), (9, "use 8 or 12"), (3, "use 4,"), (1, "use 4,")]
 )
@@ -223,20 +210,3 @@ def test_every_generation_shard_contains_the_training_shard_of_its_device(layout
         for device in mesh.devices.flat:
             pairs = zip(cells(train[device], shape), cells(generate[device], shape), strict=True)
             assert all(own <= whole for own, whole in pairs), (name, device)
-
-
-@settings(deadline=None, max_examples=60)
-@given(layouts())
-def test_the_transition_receives_what_the_papers_table_says(layout):
-    """HybridFlow Table 2: each device receives (tp - t_g p_g) / (t_g p_g t p) of the model (fsdp 1)."""
-    layout = ParallelLayout(layout.p, layout.t, layout.d, layout.p_g, layout.t_g)
-    mesh = abstract_mesh(layout)
-    shape, axes = WEIGHTS["mlp"]
-    size = math.prod(shape)
-    own, whole = (
-        math.prod(jax.NamedSharding(mesh, spec(axes, shape, rules, mesh)).shard_shape(shape))
-        for rules in RULE_TABLES
-    )
-    tp, gen = layout.t * layout.p, layout.t_g * layout.p_g
-    assert (whole - own) * gen * tp == (tp - gen) * size
-    assert whole * gen == size
