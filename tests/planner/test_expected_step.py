@@ -2,19 +2,16 @@
 
 import dataclasses
 import functools
-import io
 import pathlib
 
 import pytest
 from plans import pod_plan, tiny_config
-from rich.console import Console
 from toy_clusters import toy
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner import plan_output
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.plan import Plan
@@ -26,12 +23,6 @@ from jaxrl.planner.step_times import StepTimes, expected_step, tasks_of_run
 from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-PODS = {
-    "v5p-128": ("v5p:4x4x8", 16),
-    "v6e-256": ("v6e:16x16", 32),
-    "h100-128": ("h100:16x8", 16),
-    "h200-64": ("h200:8x8", 8),
-}
 TOY = Cluster(toy(per_host=8), (1, 8))
 
 
@@ -63,9 +54,7 @@ def times_of(config: Config, cluster: Cluster) -> StepTimes:
         ),
         pytest.param({}, {"drained": 14.8, "full": 11.9}, marks=pytest.mark.slow),
         pytest.param(
-            {"rollout.kv_dtype": "int8"},
-            {"drained": 11.8, "full": 8.3},
-            marks=pytest.mark.slow,
+            {"rollout.kv_dtype": "int8"}, {"drained": 11.8, "full": 8.3}, marks=pytest.mark.slow
         ),
     ],
     ids=["contiguous", "paged", "paged, int8"],
@@ -122,8 +111,7 @@ def test_sampling_for_the_next_step_overlaps_with_learning(overlap, expected):
     seconds = {"generation": 10.0, "preparation": 3.0, "training": 4.0}
     tasks = tuple(
         dataclasses.replace(
-            task,
-            costs=dataclasses.replace(task.costs, seconds={"all": seconds[task.stage]}),
+            task, costs=dataclasses.replace(task.costs, seconds={"all": seconds[task.stage]})
         )
         for task in times.tasks
     )
@@ -156,22 +144,6 @@ def test_a_sampler_on_its_own_devices_is_simulated_there():
     assert (sampling.role, sampling.pool) == ("rollout", 1)
     assert sampling.costs.seconds["resharding"] == 0
     assert 0 < sampling.at_least_s < sampling.costs.total_s
-
-
-def test_the_table_has_phases_causes_and_both_predictions():
-    out = io.StringIO()
-    plan_output.show(tiny_plan(), Console(file=out))
-    text = out.getvalue()
-    assert text.isascii() and text.count("expected, PREDICTED") == 1
-    for words in (
-        "generation",
-        "tensor all-reduces",
-        "idle slots",
-        "at least",
-        "a step",
-        "cut off at",
-    ):
-        assert words in text
 
 
 def test_measured_rates_are_taken_as_they_are():

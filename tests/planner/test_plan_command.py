@@ -36,17 +36,9 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("topology", "words"),
-    [
-        ("v9:2x2", "chip 'v9' is not one of"),
-        ("h100:1x9", "comes as HOSTSx8"),
-        ("v5p:3x4x4", "is no topology that exists"),
-    ],
-)
-def test_an_impossible_topology_is_one_line(topology, words, capsys):
-    error = refused(capsys, "--topology", topology)
-    assert words in error and error.count("\n") == 1
+def test_an_impossible_topology_is_one_line(capsys):
+    error = refused(capsys, "--topology", "v9:2x2")
+    assert "chip 'v9' is not one of" in error and error.count("\n") == 1
 
 
 def test_a_missing_compiler_is_one_line(capsys, monkeypatch):

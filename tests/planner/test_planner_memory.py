@@ -76,14 +76,7 @@ def test_counts_what_real_arrays_take(optim, shown):
     plan = roles_planned(tiny_config(WIDE, optim=optim))
     assert buffers_named(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
     mesh = build_mesh(ParallelLayout.from_config(TINY_LAYOUT), jax.devices()[:8])
-    actor = Actor(
-        WIDE,
-        mesh,
-        train=TINY_TRAIN,
-        optim=optim,
-        temperature=1.0,
-        seed=0,
-    )
+    actor = Actor(WIDE, mesh, train=TINY_TRAIN, optim=optim, temperature=1.0, seed=0)
     actor.init()
     sizes = engine_config(tiny_config(), stop_ids=(1,), dynamic_sampling=True, replicas=1)
     engine = Engine(WIDE, actor.graph, mesh, sizes)

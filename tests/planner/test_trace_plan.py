@@ -22,12 +22,7 @@ from jaxrl.planner.compiled.traffic import collectives
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, describe_flow, size_text
-from jaxrl.planner.planned_roles import (
-    PlannedRoles,
-    abstract_meshes,
-    meshes_on,
-    planned_roles,
-)
+from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, meshes_on, planned_roles
 from jaxrl.planner.step_load import load_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -101,16 +96,6 @@ def test_weights_for_a_pool_of_the_sampler_are_counted():
     text = piece.function.lower(*piece.arguments).compile().as_text() or ""
     received = sum((each.received(6) for each in collectives(text, 6)), np.zeros(6))
     assert sorted(set(received)) == [0, sampler.bytes_per_device]
-
-
-@pytest.mark.slow
-def test_programs_with_options_of_the_compiler_are_traced():
-    """Deterministic sampling compiles with options of its own, which change no operation."""
-    plain, deterministic = (
-        dict(plan_of("grpo_tiny", **with_setting).notes)
-        for with_setting in ({}, {"rollout__deterministic": "True"})
-    )
-    assert deterministic["actor generate, traced"] == plain["actor generate, traced"]
 
 
 def test_roles_on_the_same_devices_are_counted():

@@ -90,18 +90,6 @@ def test_a_wrong_entry_says_what_is_wrong(changes, message, tmp_path):
     assert str(path) in str(raised.value)
 
 
-def test_an_entry_that_lacks_a_field_names_it(tmp_path):
-    path = tmp_path / "entry.json"
-    path.write_text('{"name": "mine"}')
-    with pytest.raises(UserError, match=r"missing .*'memory_gb'"):
-        accelerator(str(path))
-    path.write_text("[]")
-    with pytest.raises(UserError, match="holds no JSON object"):
-        accelerator(str(path))
-    with pytest.raises(UserError, match="does not exist"):
-        accelerator(str(tmp_path / "none.json"))
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "exists"),
     [

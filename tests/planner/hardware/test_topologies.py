@@ -29,14 +29,6 @@ def test_what_does_not_exist_is_refused(name, words):
         Cluster.parse(name)
 
 
-@pytest.mark.parametrize("name", ["v5p:4x4x8", "v5e:16x16", "tpu7x:4x4x4", "h200:8x8", "v4:2x2x1"])
-def test_what_exists_is_not(name):
-    cluster = Cluster.parse(name)
-    kind, shape = cluster.accelerator, cluster.shape
-    assert kind == accelerator(name.partition(":")[0])
-    assert "x".join(map(str, shape)) == name.partition(":")[2]
-
-
 @pytest.mark.parametrize(
     ("name", "command"),
     [

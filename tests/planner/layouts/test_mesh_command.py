@@ -52,8 +52,7 @@ def row(text: str, field: str, source: str) -> list[float]:
 def test_groups_bytes_and_collectives(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     done = run(
-        *("--train", "1-4-2", "--generate", "1-2-2-2"),
-        *("--model", str(tmp_path / "config.json")),
+        *("--train", "1-4-2", "--generate", "1-2-2-2"), *("--model", str(tmp_path / "config.json"))
     )
     assert (done.returncode, done.stderr) == (0, "")
     text = done.stdout

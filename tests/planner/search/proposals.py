@@ -161,11 +161,7 @@ def _check_mesh(pool: Pool, layout: ParallelLayout, cluster: Cluster) -> None:
         return
     hosts = np.vectorize(lambda device: device.process_index)(grid)
     collectives = Collectives(cluster, Assumptions())
-    for axes in (
-        *zip(AXES, strict=True),
-        ("stage_gen", "stage_micro"),
-        TRAIN_RULES["heads"],
-    ):
+    for axes in (*zip(AXES, strict=True), ("stage_gen", "stage_micro"), TRAIN_RULES["heads"]):
         places = [AXES.index(axis) for axis in axes]
         groups = np.moveaxis(hosts, places, range(-len(axes), 0))
         groups = groups.reshape(-1, collectives.ring(layout, *axes).members)

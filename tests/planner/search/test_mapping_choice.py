@@ -43,18 +43,6 @@ def recipe(**algorithm) -> Config:
     )
 
 
-def test_a_mapping_becomes_layouts_of_all_devices():
-    found = search_for(recipe(), Cluster(accelerator("h100"), (1, 8)))
-    config = with_mapping(recipe(), found)
-    pools = pools_of(config)
-    assert config.mesh.layout == "as_given"
-    assert sum(pool.layout.num_devices for pool in pools) <= 8
-    actor = found.roles["actor"]
-    assert next(p for p in pools if "actor" in p.roles).layout == actor.layout
-    replicas = actor.layout.num_devices // (actor.layout.p_g * actor.layout.t_g)
-    assert config.rollout.slots == replicas * actor.slots
-
-
 def recipe_file(name: str) -> Config:
     return load_config(Config, str(pathlib.Path(__file__).parents[3] / f"configs/{name}.py"), {})
 
