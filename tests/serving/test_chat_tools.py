@@ -99,30 +99,23 @@ def test_calls_come_back_whole_and_streamed_and_their_results_go_on(
         assert "RESULT 0" in text and "add" in text.split("RESULT")[0]
 
 
-def test_without_tools_or_with_none_chosen_calls_are_text():
-    said = f"<tool_call>{CALL}</tool_call>"
+@pytest.mark.parametrize(
+    ("said", "more", "shown"),
+    [
+        (f"<tool_call>{CALL}</tool_call>", {}, False),
+        (f"<tool_call>{CALL}</tool_call>", {"tools": TOOLS, "tool_choice": "none"}, True),
+        ('I add.\n<tool_call>{"name": "add", "argum', {"tools": TOOLS}, True),
+    ],
+    ids=["no tools", "none chosen", "malformed"],
+)
+def test_what_is_no_call_is_text_whole_and_streamed(said, more, shown):
     with client_of(CHATML, said) as (client, driver, tokenizer):
-        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            for stream in (False, True):
-                answer = client.chat.completions.create(**ASK, **more, stream=stream)
-                if stream:
-                    text = "".join(part.choices[0].delta.content for part in answer)
-                else:
-                    (choice,) = answer.choices
-                    assert choice.finish_reason == "stop" and not choice.message.tool_calls
-                    text = choice.message.content
-                assert text == said
-        assert "Adds." in tokenizer.decode(driver.prompts[-1])
-        assert "Adds." not in tokenizer.decode(driver.prompts[0])
-
-
-def test_malformed_calls_are_text_whole_and_streamed():
-    said = 'I add.\n<tool_call>{"name": "add", "argum'
-    with client_of(CHATML, said) as (client, _, _):
-        (choice,) = client.chat.completions.create(**ASK, tools=TOOLS).choices
-        assert (choice.message.content, choice.finish_reason) == (said, "stop")
-        stream = client.chat.completions.create(**ASK, tools=TOOLS, stream=True)
-        assert "".join(part.choices[0].delta.content for part in stream) == said
+        (choice,) = client.chat.completions.create(**ASK, **more).choices
+        assert choice.finish_reason == "stop" and not choice.message.tool_calls
+        stream = client.chat.completions.create(**ASK, **more, stream=True)
+        text = "".join(part.choices[0].delta.content for part in stream)
+        assert text == choice.message.content == said
+        assert ("Adds." in tokenizer.decode(driver.prompts[-1])) == shown
 
 
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -130,10 +123,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 @pytest.mark.parametrize(
     ("choice", "start"),
-    [
-        ("required", '<tool_call>\n{"name": "'),
-        (NAMED, '<tool_call>\n{"name": "add", "arguments":'),
-    ],
+    [("required", '<tool_call>\n{"name": "'), (NAMED, '<tool_call>\n{"name": "add", "arguments":')],
 )
 def test_a_call_can_be_forced_by_its_beginning(choice, start):
     rest = f"<tool_call>\n{CALL}\n</tool_call>".removeprefix(start)
@@ -228,16 +218,6 @@ def test_strict_tools_are_called_as_their_schemas_say(template, form):
     assert not is_allowed(wrong.removeprefix(begun), tool_choice=NAMED)
 
 
-def test_tools_are_refused_where_the_template_has_none():
-    reader, tokenizer = reader_of(CHATML)
-    bare = ChatTemplate("{{ messages }}", origin="this test", special_tokens={})
-    reader = dataclasses.replace(
-        reader, tokenizer=dataclasses.replace(tokenizer, chat_template=bare)
-    )
-    with pytest.raises(ApiError, match="the chat template of this model has no tools"):
-        reader.chat({**ASK, "tools": TOOLS})
-
-
 def test_strict_tools_may_be_given_and_not_called():
     reader, _ = reader_of(CHATML)
     body = {**ASK, "tools": TOOLS}
@@ -249,21 +229,6 @@ def test_strict_tools_may_be_given_and_not_called():
     odd = {"type": "function", "function": ADD | {"parameters": open_ended}}
     with pytest.raises(ApiError, match="strict has a schema that cannot be enforced"):
         reader.chat({**ASK, "tools": [odd]})
-
-
-def test_ids_of_prompts_and_answers():
-    with client_of(CHATML, "four") as (client, driver, tokenizer):
-        extra = {"extra_body": {"return_token_ids": True}}
-        tokens = tokenizer.encode("four<|im_end|>").tolist()
-        answer = client.chat.completions.create(**ASK, **extra)
-        assert answer.prompt_token_ids == driver.prompts[-1].tolist()
-        assert answer.choices[0].token_ids == tokens
-        parts = list(client.chat.completions.create(**ASK, **extra, stream=True))
-        assert parts[0].prompt_token_ids == driver.prompts[-1].tolist()
-        assert [i for part in parts for i in part.choices[0].token_ids] == tokens
-        whole = client.completions.create(model="m", prompt=[5, 6], max_tokens=99, **extra)
-        assert whole.choices[0].prompt_token_ids == [5, 6]
-        assert whole.choices[0].token_ids == tokens
 
 
 def test_bodies_that_verifiers_sent():
@@ -301,16 +266,3 @@ def test_bodies_that_verifiers_sent():
             ):
                 refused = client.post("/inference/v1/generate", json=body | changes)
                 assert refused.status_code == 400 and refused.json()["error"]["param"] == param
-
-
-def test_a_tool_message_without_its_call_is_one_error():
-    with client_of(CHATML, "x") as (client, driver, _):
-        messages = [*ASK["messages"], {"role": "tool", "content": "3", "tool_call_id": "other"}]
-        with pytest.raises(openai.BadRequestError, match="is the id of no call") as error:
-            client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
-        assert error.value.param == "messages[1].tool_call_id"
-        with pytest.raises(openai.BadRequestError, match="must be the JSON schema") as error:
-            tool = {"type": "function", "function": {"name": "f", "parameters": 3}}
-            client.chat.completions.create(**ASK, tools=[tool])
-        assert error.value.param == "tools[0].function.parameters"
-        assert driver.prompts == []

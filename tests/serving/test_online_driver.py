@@ -229,36 +229,6 @@ def _noted(then, ended: list[int], i: int) -> None:
     then()
 
 
-@pytest.mark.long
-def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
-    """The second turn of a chat, and another chat with the same beginning."""
-    seen = []
-    reuse = Slots.reuse
-
-    def watched(self, known):
-        seen.extend((len(start.tokens), 16 * len(pages)) for _, pages, start in known.values())
-        return reuse(self, known)
-
-    monkeypatch.setattr(Slots, "reuse", watched)
-    changes = {"max_prompt_tokens": 80, "max_response_tokens": 40}
-    first = request_of(prompt=range(2, 14), truncation=never_stopping())
-    with (
-        OnlineDriver(build_engine(cache="paged", **changes), weights(), spell) as paged,
-        OnlineDriver(build_engine(**changes), weights(), spell) as contiguous,
-    ):
-        turn = answer(paged, first).tokens()
-        chat = request_of(prompt=(*range(2, 14), *turn, 3, 5), num_samples=2)
-        other = request_of(prompt=(*range(2, 14), *turn[:20], 4, 4))
-        for request in (chat, other):
-            got, want = answer(paged, request), answer(contiguous, request)
-            for k in range(request.options.num_samples):
-                assert got.tokens(k) == want.tokens(k)
-                assert_close(got.logprob(k), want.logprob(k), scale=1)
-        counts = paged.counts
-    assert seen == [(54, 48), (34, 32)]
-    assert (counts.prompt, counts.known) == (12 + 54 + 34, 48 + 32)
-
-
 def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
     """A prompt that began like the one before would leave the larger program uncompiled."""
     whole, known = [], []
@@ -302,22 +272,6 @@ def test_a_stop_string_ends_a_sample_and_its_slot_is_free(driver):
     # The tokens are those of the text and of the stop string.
     assert cut.tokens() == whole.tokens()[: end + 3]
     assert len(cut.logprob()) == end + 3
-
-
-@pytest.mark.parametrize("changes", [{}, FEW_PAGES], ids=["contiguous", "few pages"])
-def test_cancelled_requests_leave_their_slots_to_others(changes, engine):
-    endless = [request_of(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
-    # More than there are slots: some run, some wait, and all go.
-    listeners = [Answer(request) for request in endless]
-    with OnlineDriver(build_engine(**changes) if changes else engine, weights(), spell) as driver:
-        tickets = driver.submit_all(list(zip(endless, listeners, strict=True)))
-        assert listeners[0].begun.wait(60)
-        for ticket in tickets:
-            driver.cancel(ticket)
-        wait_until(lambda: driver.load == (0, 0))
-        assert not any(listener.ended.is_set() and listener.error for listener in listeners)
-        driver.cancel(tickets[0])
-        assert answer(driver, REQUESTS[3]).finish() == "length"
 
 
 def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
@@ -395,13 +349,6 @@ def closed_with(engine, count, **grace) -> tuple[OnlineDriver, list[Answer]]:
     driver.submit_all([(REQUESTS[0], listener) for listener in listeners])
     driver.close(**grace)
     return driver, listeners
-
-
-def test_closing_answers_who_is_waiting(engine):
-    driver, listeners = closed_with(engine, 40)
-    assert all(listener.ended.is_set() for listener in listeners)
-    assert isinstance(listeners[-1].error, Stopped)
-    assert not driver.alive
 
 
 def test_closing_can_wait_for_what_is_open(engine, alone):

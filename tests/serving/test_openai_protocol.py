@@ -55,13 +55,6 @@ def test_a_prompt_is_a_text_or_ids_or_several_of_either(prompt, prompts):
     assert completion(prompt=prompt).prompts == prompts
 
 
-def test_what_is_not_given_has_openais_defaults():
-    request = completion()
-    assert (request.n, request.temperature, request.top_p, request.stream) == (1, 1.0, 1.0, False)
-    assert request.stops == ()
-    assert request == completion(n=None, temperature=None, stop=None, stream_options=None)
-
-
 def test_what_clients_send_without_meaning_anything_is_taken():
     # Defaults of OpenAI's own clients, and an answer that is sent back as it came.
     unused = {"best_of": 1, "echo": False, "logit_bias": {}, "presence_penalty": 0.0, "tools": []}
@@ -308,10 +301,7 @@ def test_the_most_probable_tokens_stand_beside_each(form, kind):
         top = TopTokens(token, logprob)
         answer.add(index, dataclasses.replace(delta(index, "stop"), top=top))
     (first, _) = read_by_openai(kind, answer.whole())["choices"]
-    expected = [
-        {"F": -0.5, "G": -1.5},
-        {"H": -0.25, "F": -0.75},
-    ]
+    expected = [{"F": -0.5, "G": -1.5}, {"H": -0.25, "F": -0.75}]
     if form is CompletionChoice:
         # With the tokens that were drawn.
         drawn = [{"a": -0.5}, {"é": -1.0}]
@@ -338,16 +328,6 @@ def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():
     plain = answer_of(ChatChoice)
     plain.add(0, delta(0))
     assert "usage" not in plain.event(0)
-
-
-def test_offsets_of_a_streamed_completion_go_on():
-    answer = answer_of(CompletionChoice)
-    offsets = []
-    for _ in range(2):
-        answer.add(0, delta(0))
-        event = answer.event(0)
-        offsets += event["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == [0, 1, 2, 3]
 
 
 def test_ids_are_given_where_they_are_asked_for_as_in_vllm():
