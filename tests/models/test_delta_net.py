@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
-from jaxrl.models.delta_net import (
-    DeltaInputs,
-    DeltaState,
-    delta_after,
-    delta_of_rows,
-    no_past,
-)
+from jaxrl.models.delta_net import DeltaInputs, delta_after, delta_of_rows, no_past
 from jaxrl.models.model_config import ModelConfig
 
 MODEL = ModelConfig(
@@ -173,13 +167,3 @@ def test_padding_leaves_the_state_alone():
             np.testing.assert_array_equal(
                 tail[b], np.concatenate([before[b], x[b, :length]])[-(W - 1) :]
             )
-
-
-def test_the_rest_of_a_text_goes_on_from_its_state():
-    inputs = inputs_of(1, 150)
-    whole, last = after(inputs, nothing())
-    out, state = after(cut(inputs, 0, 67), nothing())
-    rest, state = after(cut(inputs, 67, 150), state)
-    assert_close(np.concatenate([out, rest], axis=1), whole)
-    assert isinstance(state, DeltaState)
-    assert_close(jax.tree.leaves(state), jax.tree.leaves(last))

@@ -22,7 +22,7 @@ from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_adapter
 from jaxrl.models.huggingface.weight_table import adapter_table
-from jaxrl.models.model_config import LORA_TARGETS, LoraConfig, ModelConfig
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 DENSE = ModelConfig(
     vocab_size=24,
@@ -105,30 +105,6 @@ def test_merged_weights_compute_the_same(config):
     assert_close(logits(base, lora.merge(params, config)), with_adapters)
     without = logits(base, lora.split(params)[1])
     assert np.abs(with_adapters - without).max() > 0.1
-
-
-@pytest.mark.parametrize("target", LORA_TARGETS)
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_every_projection_can_have_an_adapter(config, target):
-    config = dataclasses.replace(config, lora=LoraConfig(rank=2, targets=(target,)))
-    adapters, _ = lora.split(decoder_graph(config)[1])
-    part = "attention" if target in "qkvo" else "mlp"
-    assert {name: set(leaves) for name, leaves in adapters["layers"][part].items()} == {
-        target: {"lora_a", "lora_b"}
-    }
-
-
-def test_split_and_join_are_inverse():
-    params = trained(DENSE)
-    adapters, rest = lora.split(params)
-    jax.tree.map(np.testing.assert_array_equal, lora.join(adapters, rest), params)
-    assert len(jax.tree.leaves(adapters)) == 2 * len(LORA_TARGETS)
-
-
-def test_the_base_has_the_parameters_of_the_model_without():
-    _, rest = lora.split(decoder_graph(DENSE)[1])
-    plain = decoder_graph(lora.base_config(DENSE))[1]
-    assert jax.tree.structure(rest) == jax.tree.structure(plain)
 
 
 @pytest.mark.parametrize(

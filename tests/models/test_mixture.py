@@ -16,18 +16,9 @@ from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.experts import (
-    apply_experts,
-    apply_experts_in_tiles,
-    experts_for,
-)
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
 from jaxrl.models.kernels.grouped_matmul import grouped_matmul
-from jaxrl.models.mixture import (
-    MixtureOfExperts,
-    Routing,
-    load_balancing_loss,
-    routing_metrics,
-)
+from jaxrl.models.mixture import MixtureOfExperts, Routing, load_balancing_loss, routing_metrics
 from jaxrl.models.model_config import ModelConfig
 
 B, T, D, F, E, A = 2, 7, 6, 5, 4, 2
@@ -355,11 +346,7 @@ def test_the_load_balancing_loss_by_hand():
 
 def test_routing_metrics_by_hand():
     metrics = routing_metrics(stacked(EVEN, SKEWED))
-    assert metrics == {
-        "moe/load_balancing_loss": 3,
-        "moe/max_load": 2,
-        "moe/idle_experts": 0.25,
-    }
+    assert metrics == {"moe/load_balancing_loss": 3, "moe/max_load": 2, "moe/idle_experts": 0.25}
 
 
 def test_the_load_balancing_loss_is_transformers_for_one_layer():

@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.algos.logprobs import last_scores
-from jaxrl.errors import UserError
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph, init_params, score_config, score_params
@@ -109,8 +108,7 @@ def test_reward_models_of_transformers(tmp_path, family, num_scores):
     live = np.arange(T)[None] < lengths[:, None]
     padded = np.where(live, np.maximum(tokens(), 1), 0).astype(np.int32)
     scores = last_scores(
-        hidden_and_scores(config, params, padded, live.astype(np.int32))[1],
-        live.astype(np.int32),
+        hidden_and_scores(config, params, padded, live.astype(np.int32))[1], live.astype(np.int32)
     )
     found = np.asarray(scores)[np.arange(B), lengths - 1]
 
@@ -123,11 +121,3 @@ def test_reward_models_of_transformers(tmp_path, family, num_scores):
     save_checkpoint(params, config, tmp_path / "ours", dtype="float32", source=tmp_path / "theirs")
     back = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
     assert_close(found, verdict(back))
-
-
-def test_a_language_model_is_no_reward_model_by_itself(tmp_path):
-    params = jax.jit(init_params, static_argnums=0)(ACTOR, jax.random.key(0))
-    save_checkpoint(params, ACTOR, tmp_path / "lm", dtype="float32")
-    critic = score_config(ACTOR)
-    with pytest.raises(UserError, match=r"lacks score.weight"):
-        load_params(tmp_path / "lm", critic, {})

@@ -125,12 +125,7 @@ def test_the_gpu_kernel_agrees_with_xla(kv_dtype, group):
 def test_in_half_precision_a_kernel_is_as_close_to_the_truth_as_xla(kernel):
     """5 pages of 128 tokens, or 10 of 64: no whole number of blocks, or of parts of a row."""
     new, cache = make(
-        kv_heads=2,
-        group=4,
-        head_dim=128,
-        kv_dtype=jnp.bfloat16,
-        dtype=jnp.bfloat16,
-        capacity=640,
+        kv_heads=2, group=4, head_dim=128, kv_dtype=jnp.bfloat16, dtype=jnp.bfloat16, capacity=640
     )
     length_B = jnp.array([0, 64, 129, 511, 513, 640], jnp.int32)
     truth = by_xla([x.astype(jnp.float32) for x in new], cache, length_B)
