@@ -184,10 +184,3 @@ def test_settings_of_the_engine_are_those_of_every_config_that_has_one():
         stop_ids=(),
     )
     assert (config.slots, config.dtype) == (3, "bfloat16")
-
-
-def test_settings_are_checked_where_they_are_declared():
-    with pytest.raises(ValueError, match="slots -1 is below 1"):
-        RolloutConfig(slots=-1)
-    with pytest.raises(ValueError, match="prefill_chunk_tokens -1 is below 0"):
-        ServeConfig(model="somewhere", prefill_chunk_tokens=-1)

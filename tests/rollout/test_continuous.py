@@ -39,10 +39,7 @@ class Source:
     ],
 )
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 3),
-    events=st.lists(st.sampled_from(EVENTS), max_size=12),
-)
+@given(seed=st.integers(0, 3), events=st.lists(st.sampled_from(EVENTS), max_size=12))
 def test_samples_are_those_of_one_call(case, seed, events):
     with pytest.MonkeyPatch.context() as monkeypatch:
         greedy(monkeypatch)

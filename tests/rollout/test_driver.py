@@ -1,6 +1,5 @@
 """What the driver does beyond sampling a batch to its end: unfinished samples, order, sizes."""
 
-import dataclasses
 import functools
 import gc
 
@@ -12,11 +11,9 @@ from byte_engine import assert_same_samples
 from test_engine import MODEL, weights
 from tokens import prompts_of
 
-from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
 
@@ -85,22 +82,6 @@ def test_slots_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
     assert_same_samples(run(engine_of(("1-2-4",), slots=32, prefill_chunk_tokens=9)), whole)
 
 
-@pytest.mark.long
-def test_few_programs_decode_ragged_responses():
-    """Slots become fewer and sequences longer together, so few pairs of both occur."""
-    model = dataclasses.replace(MODEL, vocab_size=512, num_tokens=512, num_layers=1)
-    graph, shapes, _ = decoder_graph(model)
-    # Logits of 0: every token is a stop with probability 10 / 512.
-    stops = dict(stop_ids=tuple(range(10)), max_response_tokens=192, tokens_per_dispatch=16)
-    sizes = dict(slots=128, smallest_bucket="auto", max_prompt_tokens=64)
-    engine = Engine(model, graph, engine_of().mesh, dataclasses.replace(BASE, **stops, **sizes))
-    backend = OfflineBackend(engine, functools.partial(map, spell))
-    backend.load(jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes))
-    out = backend.generate(make_prompts((64,) * 4), OPTIONS.replace(num_samples=32))
-    assert out.lengths_B.min() < 10 and out.lengths_B.max() > 150
-    assert engine.generate._cache_size() <= 4 < len(engine.slot_sizes) * len(engine.cache_sizes)
-
-
 def test_sizes_follow_what_is_needed(monkeypatch):
     """Programs for the slots and lengths that occur, not for the limits; each compiled once."""
     engine = engine_of(max_response_tokens=400, tokens_per_dispatch=8)
@@ -134,8 +115,7 @@ def test_a_generation_leaves_nothing_on_the_devices():
 
 
 @pytest.mark.parametrize(
-    "kv_dtype, tolerance",
-    [("int8", 0.1), pytest.param("bfloat16", 0.1, marks=pytest.mark.long)],
+    "kv_dtype, tolerance", [("int8", 0.1), pytest.param("bfloat16", 0.1, marks=pytest.mark.long)]
 )
 def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, tolerance, whole):
     narrow = run(engine_of(kv_dtype=kv_dtype))
@@ -209,18 +189,3 @@ def test_a_stop_string_ends_a_response_and_cuts_off_what_follows(whole):
         assert len(tokens) == len(mine)
         assert not (truncated and end >= 0)
     assert any(stop in t for t in cut.texts)
-
-
-def test_a_minimum_length_keeps_stops_away_and_penalties_change_only_the_choice():
-    limits = truncation_of(top_k=0, top_p=1.0, min_p=0.0, min_tokens=30)
-    assert run(truncation=limits).lengths_B.min() >= 30
-    greedy = run(temperature=0.0, num_samples=1)
-    penalised = truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=50.0)
-    varied = run(temperature=0.0, num_samples=1, truncation=penalised)
-    for prompt, once, again in zip(PROMPTS.tokens, varied.tokens, greedy.tokens, strict=True):
-        # With so high a price nothing is said twice while something unsaid has a positive logit.
-        assert len(set(once[:3])) == len(once[:3])
-        assert len(prompt) and len(again)
-    assert np.mean([len(set(t)) / len(t) for t in varied.tokens]) > np.mean(
-        [len(set(t)) / len(t) for t in greedy.tokens]
-    )

@@ -11,7 +11,6 @@ from slow_values import mostly_slow
 from test_engine import (
     BASE,
     MODEL,
-    PROMPTS,
     TEMPERATURE,
     R,
     T,
@@ -23,10 +22,8 @@ from test_engine import (
     weights,
 )
 
-from jaxrl.errors import UserError
 from jaxrl.models.decoder import decoder_graph, weight_types
 from jaxrl.models.model_config import LoraConfig
-from jaxrl.quantized import Quantized
 from jaxrl.rollout.driver import OfflineBackend
 
 NARROW = dataclasses.replace(BASE, weights_dtype="int8")
@@ -164,8 +161,7 @@ def test_deterministic_samples_are_alike_on_every_mesh():
 
 
 @pytest.mark.parametrize(
-    "layout",
-    mostly_slow({"one": ("1-1-1",), "figure 8": LAYOUTS["figure 8, fsdp"]}, fast=("one",)),
+    "layout", mostly_slow({"one": ("1-1-1",), "figure 8": LAYOUTS["figure 8, fsdp"]}, fast=("one",))
 )
 def test_pages_in_8_bits_give_the_samples_of_a_contiguous_cache(layout):
     config = dataclasses.replace(NARROW, kv_dtype="int8")
@@ -186,24 +182,3 @@ def test_only_projections_are_in_8_bits():
             *_, owner, leaf = ("", *(key.key for key in path))
             assert stored.dtype.name == ("int8" if leaf == "weight" else "bfloat16"), (owner, leaf)
     assert {t.dims for _, t in flat if t.dims} == {(1,), (1, 2), (2,)}
-
-
-def test_wide_weights_are_loaded_as_they_are():
-    backend = OfflineBackend(actor_of().backend.engine, str)
-    params = weights()
-    backend.load(params)
-    assert backend.unload() is params
-    assert not any(
-        isinstance(x, Quantized)
-        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))
-    )
-
-
-@pytest.mark.parametrize("setting", ["weights_dtype", "kv_dtype"])
-def test_an_unknown_type_is_refused_before_anything_is_built(setting):
-    with pytest.raises(UserError, match=rf"{setting} = 'int4': expected .*'int8'"):
-        dataclasses.replace(BASE, **{setting: "int4"})
-
-
-def test_the_batch_has_enough_tokens(expected):
-    assert sum(map(len, expected.tokens)) > 100 and len(PROMPTS.tokens) == 7

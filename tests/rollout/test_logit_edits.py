@@ -102,10 +102,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "contiguous",
-        *(pytest.param(case, marks=pytest.mark.long) for case in list(CASES)[1:]),
-    ],
+    ["contiguous", *(pytest.param(case, marks=pytest.mark.long) for case in list(CASES)[1:])],
 )
 def test_nothing_changes_beside_edited_requests(case, live, monkeypatch):
     """Neither do they change by what runs beside them, in what way ever it decodes."""

@@ -189,16 +189,6 @@ def test_noise_is_the_same_compiled_and_split_over_devices():
     assert_close(sharded, plain, rtol=1e-6)
 
 
-def test_without_noise_the_likeliest_token_is_taken():
-    logits_SV = jnp.array([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9]])
-    np.testing.assert_array_equal(sample_tokens(logits_SV, jnp.zeros_like(logits_SV)), [1, 0])
-
-
-def test_impossible_tokens_are_never_drawn(by_sample):
-    logits_V = jnp.where(jnp.arange(V) < 3, 0.0, -1e30)
-    assert set(np.asarray(sample_tokens(logits_V[None], jnp.asarray(by_sample)))) == {0, 1, 2}
-
-
 # Truncation
 
 
@@ -288,11 +278,6 @@ def test_draws_of_which_few_are_inside_are_found_still():
     limits = dataclasses.replace(truncation(slots=3), top_p=jnp.array([1e-45, 1.0, 0.5]))
     drawn = draw(logits, noise, limits).tolist()
     assert drawn == [int(logits[0].argmax()), int((logits + noise)[1].argmax()), 1999]
-
-
-def test_tokens_of_one_probability_stay_or_go_together():
-    assert kept([0.0, 1.0, 1.0, 1.0, -1.0], top_k=2) == [1, 2, 3]
-    assert kept([0.0, 1.0, 1.0, 1.0, -1.0], top_p=0.3) == [1, 2, 3]
 
 
 def test_a_draw_is_the_first_of_the_largest_and_of_nothing_but_nan_a_token():

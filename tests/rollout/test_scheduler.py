@@ -178,12 +178,6 @@ def test_slots_without_memory_want_no_requests():
     assert (len(running_in(scheduler)), scheduler.num_unfinished, scheduler.places) == (3, 4, 1)
 
 
-def test_ten_thousand_requests():
-    admissions, finished = run(1250, 8, 32, 16, 4, random.Random(0))
-    assert len(finished) == len(set(finished)) == 10_000
-    assert sum(a.needs_prefill for a in admissions) == -(-1250 // 16)
-
-
 def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue():
     scheduler = scheduler_of(requests(1, 4), 2, prefill_batch=1)
     scheduler.resize()
@@ -195,12 +189,6 @@ def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue():
         scheduler.cancel((0, 3))
     scheduler.finish([0, 1])
     assert not scheduler.num_unfinished
-
-
-def test_no_request_is_finished_at_once():
-    scheduler = scheduler_of([], 2, prefill_batch=1)
-    assert not scheduler.num_unfinished
-    assert scheduler.admit() is None
 
 
 @given(st.integers(1, 5000), st.integers(1, 300))

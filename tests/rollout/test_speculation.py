@@ -134,8 +134,7 @@ def test_windows(changes, counts):
 
 
 @pytest.mark.parametrize(
-    ("cache", "drafted"),
-    [("contiguous", 4), pytest.param("paged", 1, marks=pytest.mark.long)],
+    ("cache", "drafted"), [("contiguous", 4), pytest.param("paged", 1, marks=pytest.mark.long)]
 )
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 3), budget=st.integers(3, 40), temperature=st.sampled_from([0.0, 1.0]))
@@ -223,10 +222,7 @@ def test_few_slots_with_some_tokens_speculate():
     choice.note(18, 6)
     assert choice.choose(np.arange(9), 16, 1, lambda slot: 9) is None
     choice.note(18, 0)
-    assert choice.metrics() == {
-        "rollout/speculated_fraction": 0.5,
-        "rollout/tokens_per_round": 3.0,
-    }
+    assert choice.metrics() == {"rollout/speculated_fraction": 0.5, "rollout/tokens_per_round": 3.0}
 
 
 def test_answers_are_kept_by_prompt_newest_last(monkeypatch):
