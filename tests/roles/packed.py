@@ -36,10 +36,6 @@ def packed(rows: list[dict[str, np.ndarray]], shape: PackedShape):
     def pack(name: str) -> np.ndarray:
         return packing.pack([row[name] for row in rows], rows[0][name].dtype)
 
-    base = PackedBatch(
-        tokens=pack("tokens"),
-        loss_mask=pack("loss_mask"),
-        **packing.fields(),
-    )
+    base = PackedBatch(tokens=pack("tokens"), loss_mask=pack("loss_mask"), **packing.fields())
     names = ("rollout_logprob", "old_logprob", "ref_logprob")
     return packing, TrainBatch.of(base, **{name: pack(name) for name in names})

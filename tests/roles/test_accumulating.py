@@ -11,14 +11,13 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 from meshes import mesh_of
+from plain_pass import next_logprobs
 from small import MODEL
 
 from jaxrl.algos.summed_losses import SUMMED_LOSSES
 from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.mesh.sharding_strategies import StateRules
 from jaxrl.models import lora
-from jaxrl.models.attention import attention
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import (
@@ -73,18 +72,8 @@ def sequence_of(rng, length: int, loss: str, K: int = 1) -> Targets:
 
 def plain_logprobs(params, tokens, targets):
     """[T, K], by the model itself on one sequence."""
-    model = nnx.merge(decoder_graph(MODEL)[0], params)
-    T = len(tokens)
-
-    def attend(q, k, v, kind, _, segments):
-        return attention(q, k, v, segments, kind, implementation="xla", block_tokens=T), None
-
-    ones = jnp.ones((1, T), jnp.int32)
-    out = model(
-        tokens[None], jnp.arange(T)[None], attend, compute=Compute(), per_row=ones, live_BT=ones > 0
-    )
-    logits = model.logits(out.hidden_BTD, compute=Compute())[0]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)
+    found = next_logprobs(nnx.merge(decoder_graph(MODEL)[0], params), tokens)
+    return jnp.take_along_axis(found, targets, axis=-1)
 
 
 def plain_loss(loss, logprob, x):

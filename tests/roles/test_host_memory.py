@@ -65,11 +65,7 @@ def memories(state) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize(
     ("remat", "fsdp"),
-    [
-        ("offload", 1),
-        ("offload_inputs", 1),
-        pytest.param("offload", 4, marks=pytest.mark.long),
-    ],
+    [("offload", 1), ("offload_inputs", 1), pytest.param("offload", 4, marks=pytest.mark.long)],
 )
 def test_activations_on_the_host_have_the_same_gradients(remat, fsdp):
     """As those that are kept where they are, of which "full" and "projections" compute some again."""

@@ -68,10 +68,7 @@ def test_the_same_step_with_another_share(one_device, name, weights, moments):
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(params, expected, scale=1)
     # Biases are whole everywhere: they have no width to split.
-    assert shares(state) == (
-        pytest.approx(weights, abs=0.03),
-        pytest.approx(moments, abs=0.03),
-    )
+    assert shares(state) == (pytest.approx(weights, abs=0.03), pytest.approx(moments, abs=0.03))
 
 
 def test_an_unknown_share_lists_the_known():

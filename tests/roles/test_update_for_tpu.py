@@ -18,13 +18,7 @@ from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(
-    vocab_size=512,
-    num_layers=4,
-    d_model=256,
-    d_ff=1024,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
+    vocab_size=512, num_layers=4, d_model=256, d_ff=1024, num_heads=4, num_kv_heads=2, head_dim=64
 )
 CLIPPED = policy("clipped", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
 ARRAY = re.compile(r"f32\[([\d,]+)\]\S* copy\(")
