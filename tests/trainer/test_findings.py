@@ -126,10 +126,7 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({"reward__model": "nowhere"}, "nowhere/config.json does not exist"),
         ({"reward__model": "language"}, "is a language model; it must be a"),
         ({"reward__model": "damaged"}, "damaged/model.safetensors is cut short"),
-        (
-            {"reward__model": "few_words"},
-            "the model in few_words 200; it reads the tokens",
-        ),
+        ({"reward__model": "few_words"}, "the model in few_words 200; it reads the tokens"),
         ({**SAFE, "cost__model": "nowhere"}, "nowhere/config.json does not exist"),
         ({**SAFE, "cost__model": "few_words"}, "the model in few_words 200"),
         ({**PPO, "critic__weights": "nowhere"}, "nowhere/config.json does not exist"),
@@ -143,10 +140,7 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({"reward__grader": "choice"}, "train.jsonl:1: ground truth"),
         ({"data__train__grader": "no such"}, "no grader is called 'no such'"),
         ({"reward__grader_options": {"part": 1}}, "has no option 'part'"),
-        (
-            {"data__evaluation__path": "reasoning-gym:chain_some"},
-            "did you mean chain_sum",
-        ),
+        ({"data__evaluation__path": "reasoning-gym:chain_some"}, "did you mean chain_sum"),
         ({"sft__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         (
             {"run__loggers": ("tensorboard", "wandb")},

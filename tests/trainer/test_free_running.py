@@ -83,10 +83,7 @@ def sleeping(number: int):
 
 
 # A recipe, changes, and the steps at which the recorded run ended; all but the last go on.
-RECORDED = {
-    "grpo, resumed": ("grpo", {}, (2, 4)),
-    "dapo": ("dapo", {}, (4,)),
-}
+RECORDED = {"grpo, resumed": ("grpo", {}, (2, 4)), "dapo": ("dapo", {}, (4,))}
 
 
 @pytest.fixture(scope="module", params=mostly_slow(RECORDED, fast=("grpo, resumed",)))
@@ -237,10 +234,7 @@ def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
         (
             {
                 "hosts__pools_apart": True,
-                "placement": {
-                    "a": APART["placement"]["sample"],
-                    "b": APART["placement"]["learn"],
-                },
+                "placement": {"a": APART["placement"]["sample"], "b": APART["placement"]["learn"]},
             },
             "the first, which writes checkpoints, has all roles that learn",
         ),
@@ -253,17 +247,3 @@ def test_settings_that_cannot_run_free(changes, message, folder, tmp_path):  # n
     with pytest.raises(UserError) as error:
         program.train(free(folder, tmp_path, **changes))
     assert message in str(error.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("clock", [0, 3])
-def test_a_resumed_run_is_repeated_by_another_clock(clock, folder, tmp_path):  # noqa: F811
-    """The recorded run was evaluated at its end, with a dispatch in progress, and this one was not."""
-    for number, num_steps in enumerate((2, 4)):
-        config = free(folder, tmp_path / "first", run__num_steps=num_steps)
-        with sleeping(clock + number):
-            assert program.train(config) == 0
-    again = free(folder, tmp_path / "again", rollout__schedule=str(config.run_folder))
-    with sleeping(clock + 5):
-        assert program.train(again) == 0
-    assert told(again)["samples"] == told(config)["samples"]

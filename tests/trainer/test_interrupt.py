@@ -101,11 +101,7 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_program_at_once(caps
             time.sleep(PATIENCE_S)
         assert end.value.code == EXIT_TRY_AGAIN
         assert "nothing to save" in capsys.readouterr().out
-    with (
-        StopSignal(within_s=1000) as stop,
-        pytest.raises(KeyboardInterrupt),
-        stop.ends_at_once(),
-    ):
+    with StopSignal(within_s=1000) as stop, pytest.raises(KeyboardInterrupt), stop.ends_at_once():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(PATIENCE_S)
 

@@ -10,7 +10,6 @@ import pytest
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config, EvaluationConfig, PreferenceConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
@@ -136,21 +135,3 @@ def test_dpo_on_eight_devices(files, tmp_path):
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
     assert rows[-1]["pairs/reward_margin"] > 0.1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"path": "", "evaluation_path": ""},
-            "preference.path '' has no function's name",
-        ),
-        ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-    ],
-)
-def test_refused(changes, message, files, tmp_path):
-    with pytest.raises(UserError) as error:
-        program.train(
-            make_config(files, tmp_path, **changes), devices=one_device(), report=write_report
-        )
-    assert message in str(error.value)

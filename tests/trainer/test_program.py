@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import shutil
 import signal
 
@@ -17,11 +16,7 @@ from tiny_runs import problems_in, tiny_config
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config, SftConfig
-from jaxrl.data.data_config import (
-    DataConfig,
-    EvaluationSourceConfig,
-    SourceConfig,
-)
+from jaxrl.data.data_config import EvaluationSourceConfig, SourceConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
@@ -37,7 +32,6 @@ from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
 from jaxrl.trainer.algorithm import algorithm_of
 
-ROOT = pathlib.Path(__file__).parents[2]
 ACCURACY = "val-core/repeat/acc/mean@4"
 
 
@@ -440,44 +434,6 @@ def rewarded(folder, problems, whole, function, **changes) -> Config:
     return warm(config, whole)
 
 
-MADE = """
-def make(index, rng):
-    digit = int(rng.integers(10))
-    return {"problem": f"{index} made {digit}", "answer": "" if index % 5 == 0 else digit}
-"""
-
-
-@pytest.mark.slow
-def test_generated_problems_resume_to_the_same_curve(tmp_path, problems):
-    (tmp_path / "made.py").write_text(MADE)
-    few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), size=6)
-    data = DataConfig(
-        train=few,
-        evaluation=EvaluationSourceConfig(path=str(problems / "evaluation.jsonl"), size=2),
-        sources={"made": SourceConfig(path=f"{tmp_path / 'made.py'}:make", weight=0.5)},
-        template="{prompt}\n",
-        max_prompt_tokens=24,
-    )
-
-    def config(name, num_steps):
-        return make_config(
-            tmp_path / name,
-            problems,
-            num_steps=num_steps,
-            data=data,
-            sft=SftConfig(num_steps=0),
-            algorithm=AlgorithmConfig(dataflow="grpo"),
-        )
-
-    program.train(config("whole", 4), devices=one_device(), report=write_report)
-    for num_steps in (2, 4):
-        program.train(config("parts", num_steps), devices=one_device(), report=write_report)
-    rows = curve(config("whole", 4))
-    assert curve(config("parts", 4)) == rows
-    assert rollouts(config("parts", 4)) == rollouts(config("whole", 4))
-    assert sum(row["data/made_problems_left_out"] for row in rows[1:]) > 0
-
-
 @pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_leaves_a_checkpoint_from_before(
     tmp_path, problems, whole, capfd
@@ -594,18 +550,6 @@ def test_a_run_with_top_p_trains_the_policy_that_sampled(limited):
         assert row["actor/first_ratio_max_deviation"] == 0
         assert row.get("training/same_token_fraction", 1) == 1
         assert math.isfinite(row["actor/grad_norm"])
-
-
-@pytest.mark.slow
-def test_without_truncated_logprobs_the_whole_vocabulary_is_trained(limited, whole):
-    """Of the same tokens, probabilities of the whole vocabulary are lower."""
-    algorithm = dataclasses.replace(limited.algorithm, truncated_logprobs=False)
-    untold = dataclasses.replace(limited, name="untold", algorithm=algorithm)
-    assert program.train(warm(untold, whole), devices=one_device(), report=write_report) == 0
-    assert all("rollout_corr/truncation_masked_fraction" not in row for row in curve(untold))
-    ppl = "rollout_corr/rollout_ppl"
-    assert curve(limited)[1][ppl] < curve(untold)[1][ppl] - 0.01
-    assert curve(limited)[1]["critic/score/mean"] == curve(untold)[1]["critic/score/mean"]
 
 
 def test_limits_of_evaluation_change_no_training(whole):

@@ -251,11 +251,7 @@ def test_the_multiplier_follows_the_cost(folder, tmp_path):
             marks=pytest.mark.slow,
         ),
     ],
-    ids=[
-        "remax",
-        "optimal token baseline, truncated weights",
-        "reinforce++, kl-cov, bypass",
-    ],
+    ids=["remax", "optimal token baseline, truncated weights", "reinforce++, kl-cov, bypass"],
 )
 def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     if "algorithm__loss" in changes:
@@ -372,10 +368,3 @@ def test_a_run_trains_the_tokens_of_the_highest_entropy(folder, tmp_path):
     name = "actor/grad_norm"
     assert first[1.0]["critic/advantages/max"] == first[0.2]["critic/advantages/max"] > 0
     assert first[0.2][name] > 0 and abs(first[0.2][name] / first[1.0][name] - 1) > 0.05
-
-
-def test_a_language_model_is_no_judge(folder, tmp_path):
-    save_checkpoint(init_params(MODEL, jax.random.key(0)), MODEL, tmp_path / "lm", dtype="float32")
-    config = make_config(folder, tmp_path, "grpo", reward__model=str(tmp_path / "lm"))
-    with pytest.raises(UserError, match="is a language model; it must be a"):
-        program.train(config, devices=jax.devices()[:1])
