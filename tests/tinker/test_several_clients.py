@@ -6,12 +6,12 @@ import resource
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from closeness import assert_close
 from flax import nnx
+from plain_pass import next_logprobs
 from recorded import (
     DATA,
     PROTOBUF,
@@ -28,8 +28,6 @@ from recorded import (
 
 from jaxrl.errors import UserError
 from jaxrl.models import lora
-from jaxrl.models.attention import attention
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
@@ -102,19 +100,6 @@ def test_two_clients_at_once_get_what_each_gets_alone(server):
     assert [tokens for tokens, _ in drawn[0]] != [tokens for tokens, _ in drawn[1]]
 
 
-def plain_logprobs(model, tokens):
-    """[T, V], by the model itself."""
-    tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
-    T = tokens_1T.shape[1]
-    ones = jnp.ones((1, T), jnp.int32)
-
-    def attend(q, k, v, kind, _, segments):
-        return attention(q, k, v, segments, kind, implementation="xla", block_tokens=T), None
-
-    found = model(tokens_1T, jnp.arange(T)[None], attend, compute=Compute(), per_row=ones)
-    return np.array(jax.nn.log_softmax(model.logits(found.hidden_BTD, compute=Compute())[0]))
-
-
 def test_files_are_those_of_peft(server, folder):
     """Read as any PEFT directory, the saved adapter has the log-probabilities of the client's last pass."""
     client = Trainer(server.http_port, rank=2)
@@ -139,7 +124,7 @@ def test_files_are_those_of_peft(server, folder):
     params = load_params(folder / "tiny", base, lora.split(where)[1])
     adapters = load_adapter(run / "weights/state", model, where)
     tokens, inputs = DATA[0]
-    logprobs = plain_logprobs(nnx.merge(graph, lora.join(adapters, params)), tokens)
+    logprobs = np.array(next_logprobs(nnx.merge(graph, lora.join(adapters, params)), tokens))
     of_targets = np.take_along_axis(logprobs, inputs["target_tokens"][:, None], axis=1)[:, 0]
     assert_close(expected[0], of_targets, scale=1)
     # A model that goes on with it has its rank.
@@ -188,16 +173,6 @@ def test_adapters_that_cannot_be_are_refused(server, config, says):
     refused = client.future("create_model", {**body, "base_model": "Qwen/Qwen3-8B"})
     assert refused["category"] == "user" and says in refused["error"]
     finish(client)
-
-
-def test_a_second_client_of_an_adapter_is_refused_and_its_owner_goes_on(server):
-    owner = Trainer(server.http_port)
-    owner.train(DATA)
-    body = {"model_id": owner.model_id, "seq_id": 1, "adam_params": {}}
-    status, answer = Client(server.http_port).send("optim_step", body)
-    assert status == 400 and "sent before with another body" in answer["error"]
-    assert owner.step()["metrics"]
-    finish(owner)
 
 
 def test_an_adapter_comes_again_from_its_file_to_a_place_that_no_call_uses():

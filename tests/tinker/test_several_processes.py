@@ -6,17 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 from closeness import assert_close
-from recorded import (
-    DATA,
-    PROTOBUF,
-    Patient,
-    Server,
-    asked,
-    config_of,
-    decoded,
-    finish,
-    sampled,
-)
+from recorded import DATA, PROTOBUF, Patient, Server, asked, config_of, decoded, finish, sampled
 
 from jaxrl.errors import EXIT_TRY_AGAIN
 from jaxrl.tinker.server import running
