@@ -107,3 +107,11 @@ def chat_tokenizer(template: str = CHATML) -> Tokenizer:
         special_tokens={"eos_token": SPECIAL[template][0]},
         chat_template=ChatTemplate(template, origin="this test", special_tokens={}),
     )
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **fields):
+    return {"role": "assistant", "content": content, **fields}

@@ -46,3 +46,16 @@ def plain_logprobs(model, params, prompt, response, *, longest: int, temperature
     logits_TV = plain_logits(model, params, prompt, response, longest=longest) / temperature
     log_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
     return log_TV[np.arange(len(response)), response]
+
+
+def next_logprobs(decoder, tokens) -> jax.Array:
+    """[T, V] of a sequence by the model itself, by operations that have gradients."""
+    tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
+    ones, (_, T) = jnp.ones_like(tokens_1T), tokens_1T.shape
+
+    def attend(q, k, v, kind, _, segments):
+        return attention(q, k, v, segments, kind, implementation="xla", block_tokens=T), None
+
+    given = {"compute": Compute(), "per_row": ones, "live_BT": ones > 0}
+    found = decoder(tokens_1T, jnp.arange(T)[None], attend, **given)
+    return jax.nn.log_softmax(decoder.logits(found.hidden_BTD, compute=Compute())[0])

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 
 
@@ -31,3 +32,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+def wait_for(condition):
+    """What the condition gives, once that is something."""
+    until = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < until, "did not come"
+        time.sleep(0.05)
+    return found

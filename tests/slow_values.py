@@ -7,10 +7,7 @@ import pytest
 
 
 def mostly_slow(
-    values: Mapping[str, Any] | Iterable[Any],
-    *,
-    fast: Collection[Any],
-    long: Collection[Any] = (),
+    values: Mapping[str, Any] | Iterable[Any], *, fast: Collection[Any], long: Collection[Any] = ()
 ) -> list[Any]:
     """All values; those that neither `fast` nor `long` names run in the slow suite only.
 

@@ -135,19 +135,9 @@ def by_length(responses):
     return [float(len(text)) for text in responses.texts]
 
 
-def test_several_rewards_and_a_frame(here):
-    class Frame:  # what a pandas frame has: iterated, it gives the names of its columns
-        iloc = None
-
-        def __iter__(self):
-            return iter(ROWS[0])
-
-        def to_dict(self, orient):
-            assert orient == "records"
-            return ROWS[:3]
-
+def test_several_rewards(here):
     (here / "mine.py").write_text("def third(responses):\n    return [0.0] * len(responses)\n")
-    config = build_config("grpo_tiny", data=Frame(), reward=[brevity, by_length, "mine.py:third"])
+    config = build_config("grpo_tiny", data=ROWS[:3], reward=[brevity, by_length, "mine.py:third"])
     assert pathlib.Path(config.data.train.path).read_text().count("\n") == 3
     assert list(config.reward.functions) == ["brevity", "by_length", "third"]
     assert {term["weight"] for term in config.reward.functions.values()} == {1.0}

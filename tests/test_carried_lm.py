@@ -80,17 +80,6 @@ runpy.run_path(sys.argv[0])
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_without_parts_the_script_says_what_to_name(tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "run", "--keep", tmp_path / "keep"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "name a folder with --parts" in json.loads(done.stdout)["error"]
-
-
 def test_figures_leave_out_the_step_that_compiles_and_skipped_updates(carried):
     def row(step, seconds, **further):
         return {
@@ -117,17 +106,3 @@ def test_figures_leave_out_the_step_that_compiles_and_skipped_updates(carried):
     assert (found["mfu"], found["left_out"]) == (0.4, [0, 0, 64])
     assert found["accuracy"] == {name: {0: 0.1, 2: 0.25}}
     assert carried.figures([])["step_s"] is None
-
-
-def test_the_result_is_a_dated_table(carried, tmp_path):
-    path = tmp_path / "result.md"
-    lines = [
-        {"check": "weights", "ok": True},
-        {"check": "device", "ok": True, "device": "NVIDIA H100", "jax": "0.11.2"},
-        {"check": "grpo_smollm2", "ok": True, "mfu": 0.4},
-    ]
-    carried.record(path, lines)
-    text = path.read_text()
-    assert text.startswith("# Real models on one device, 20")
-    assert "device NVIDIA H100, jax 0.11.2" in text
-    assert "## grpo_smollm2" in text and "| mfu | 0.4 |" in text

@@ -9,11 +9,9 @@ import pytest
 from jaxrl.config.command_line import help_texts
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
-from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, settings_of
 from jaxrl.rollout.settings import EngineSettings
-from jaxrl.serving import server
 from jaxrl.serving.serve_config import ServeConfig
 
 
@@ -61,20 +59,3 @@ def test_defaults_are_those_of_the_settings():
 def test_a_value_out_of_range_is_refused_by_the_settings():
     with pytest.raises(UserError, match="http_port 65536 is above 65,535"):
         parsed(ServeConfig, "--model=m", "--http_port=65536")
-
-
-def test_some_fields_of_a_group():
-    parser = argparse.ArgumentParser()
-    add_flags(parser, SourceConfig, only=("grader",))
-    add_flags(parser, DataConfig, only=("template",))
-    assert vars(parser.parse_args([])) == {"grader": "", "template": "{prompt}"}
-
-
-def test_help_shows_the_docstring_of_the_field(capsys):
-    with pytest.raises(SystemExit):
-        server.main(["serve", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "--grace_s GRACE_S Seconds that open requests may continue after SIGTERM (default: 10.0)"
-        in shown
-    )

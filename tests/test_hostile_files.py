@@ -1,5 +1,6 @@
 """Files of strangers: whatever is wrong with one, its reader says so in one line that names it."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -23,16 +24,7 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
 )
-ADAPTED = ModelConfig(
-    vocab_size=288,
-    num_layers=1,
-    d_model=16,
-    d_ff=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    lora=LoraConfig(rank=2, alpha=4.0),
-)
+ADAPTED = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, alpha=4.0))
 DEEP = b"[" * 100_000 + b"]" * 100_000
 DEEP_OBJECT = b'{"a": ' * 100_000 + b"1" + b"}" * 100_000
 NOT_UTF8 = b'{"a": "\xff\xfe"}'
@@ -96,63 +88,39 @@ CASES = [
     ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
 ]
 
-# Of an object that is healthy otherwise, one key set to what cannot be meant.
+# Of an object that is healthy otherwise, keys set to what cannot be meant.
 ODD = [None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "no such", [], [[]], {}]
-CONFIG_KEYS = (
-    "architectures",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-    "rms_norm_eps",
-)
-KEYS = [
-    *[("config.json", key, value) for key in CONFIG_KEYS for value in ODD],
-    *[("config.json", "num_key_value_heads", value) for value in ODD if value is not None],
-    *[("config.json", "rope_theta", x) for x in (0, -1, "x", [], 10**400, 10**12, float("nan"))],
-    *[
-        ("config.json", "rope_scaling", x)
-        for x in (1, "x", [1], {"rope_type": []}, {"rope_type": {}})
-    ],
-    *[("config.json", "layer_types", x) for x in (1, "x", {}, [1], [[]])],
-    *[("config.json", "tie_word_embeddings", x) for x in ("x", [], {}, 2)],
-    *[("config.json", "head_dim", x) for x in ODD if x is not None],
-    ("config.json", "architectures", [["Qwen2ForCausalLM"]]),
-    ("config.json", "architectures", [{}]),
-    ("tokenizer_config.json", "chat_template", "{% for %}"),
-    *[
-        ("tokenizer_config.json", "eos_token", x)
-        for x in (None, 1, [], {}, "no such", {"content": 1})
-    ],
-    *[("adapter_config.json", "r", x) for x in ODD],
-    *[("adapter_config.json", "lora_alpha", x) for x in ODD if x != 1.5 and x is not True],
-    *[
-        ("adapter_config.json", "target_modules", x)
-        for x in (None, 1, "q_proj", {}, [1], [[]], ["x"])
-    ],
-    *[("adapter_config.json", "use_dora", x) for x in (True, 1, "x", [1])],
-    *[
-        ("model.safetensors.index.json", "weight_map", x)
-        for x in (None, 1, "x", [], ["a"], {"a": 1})
-    ],
-    ("model.safetensors.index.json", "weight_map", {"a": "../../elsewhere.safetensors"}),
-    ("model.safetensors.index.json", "weight_map", {"a": "absent.safetensors"}),
-    *[
-        ("problems.jsonl", key, x)
-        for key in ("problem", "answer")
-        for x in (None, True, [], {}, "")
-    ],
-    ("problems.jsonl", "answer", float("nan")),
-    ("problems.jsonl", "problem", "\ud800"),
-    *[("talks.jsonl", key, x) for key in ("prompt", "response") for x in (None, 1, [], {}, "")],
-    *[
-        ("talks.jsonl", "messages", x)
-        for x in (None, 1, [], [1], [{}], [{"role": 1}], {"role": "user"})
-    ],
-    *[("pairs.jsonl", key, x) for key in ("chosen", "rejected") for x in (None, 1, [], {}, "")],
-    *[("pairs.jsonl", "margin", x) for x in (None, True, -1, "1", [], 10**400, float("inf"))],
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+NO_TEXTS = (None, 1, [], {}, "")
+VALUES = [
+    ("config.json", ("architectures", *SIZES, "vocab_size", "rms_norm_eps"), ODD),
+    ("config.json", ("num_key_value_heads", "head_dim"), ODD[1:]),
+    ("config.json", ("rope_theta",), (0, -1, "x", [], 10**400, 10**12, float("nan"))),
+    ("config.json", ("rope_scaling",), (1, "x", [1], {"rope_type": []}, {"rope_type": {}})),
+    ("config.json", ("layer_types",), (1, "x", {}, [1], [[]])),
+    ("config.json", ("tie_word_embeddings",), ("x", [], {}, 2)),
+    ("config.json", ("architectures",), ([["Qwen2ForCausalLM"]], [{}])),
+    ("tokenizer_config.json", ("chat_template",), ("{% for %}",)),
+    ("tokenizer_config.json", ("eos_token",), (None, 1, [], {}, "no such", {"content": 1})),
+    ("adapter_config.json", ("r",), ODD),
+    ("adapter_config.json", ("lora_alpha",), [x for x in ODD if x != 1.5 and x is not True]),
+    ("adapter_config.json", ("target_modules",), (None, 1, "q_proj", {}, [1], [[]], ["x"])),
+    ("adapter_config.json", ("use_dora",), (True, 1, "x", [1])),
+    ("model.safetensors.index.json", ("weight_map",), (None, 1, "x", [], ["a"], {"a": 1})),
+    (
+        "model.safetensors.index.json",
+        ("weight_map",),
+        ({"a": "../../elsewhere.safetensors"}, {"a": "absent.safetensors"}),
+    ),
+    ("problems.jsonl", ("problem", "answer"), (None, True, [], {}, "")),
+    ("problems.jsonl", ("answer",), (float("nan"),)),
+    ("problems.jsonl", ("problem",), ("\ud800",)),
+    ("talks.jsonl", ("prompt", "response"), NO_TEXTS),
+    ("talks.jsonl", ("messages",), (None, 1, [], [1], [{}], [{"role": 1}], {"role": "user"})),
+    ("pairs.jsonl", ("chosen", "rejected"), NO_TEXTS),
+    ("pairs.jsonl", ("margin",), (None, True, -1, "1", [], 10**400, float("inf"))),
 ]
+KEYS = [(name, key, x) for name, keys, odd in VALUES for key in keys for x in odd]
 
 
 def named_in_one_line(folder: pathlib.Path, name: str) -> None:

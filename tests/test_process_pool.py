@@ -11,7 +11,7 @@ import textwrap
 import time
 
 import pytest
-from processes import started
+from processes import started, wait_for
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
@@ -275,10 +275,3 @@ def runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_for(condition) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)

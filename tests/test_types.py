@@ -2,14 +2,11 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.types import Completions, Prompts, Scored, TrainBatch
+from jaxrl.types import Completions, Prompts, Scored
 
 ids = st.lists(st.integers(0, 15), min_size=1, max_size=8)
 num_samples = st.integers(1, 5)
@@ -62,14 +59,6 @@ def test_a_part_without_groups_takes_no_routes_away(make_scored):
     assert_same(Scored.concatenate([scored.take([]), scored]), scored)
 
 
-@given(ids=ids, G=num_samples, data=st.data())
-def test_what_was_cut_apart_can_be_put_together(make_scored, ids, G, data):
-    cut = data.draw(st.integers(0, len(ids)))
-    scored = make_scored(ids, G)
-    halves = [scored.take(range(cut)), scored.take(range(cut, len(ids)))]
-    assert_same(Scored.concatenate(halves), scored)
-
-
 @given(ids=ids, G=num_samples)
 def test_rows_and_prompts_find_each_other(make_scored, ids, G):
     scored = make_scored(ids, G)
@@ -90,51 +79,8 @@ def test_rows_of_prompts_by_hand(make_scored):
     np.testing.assert_array_equal(completions.prompt_index_B, [0, 0, 1, 1, 2, 2])
 
 
-def test_nothing_taken_is_an_empty_batch(make_scored):
-    nothing = make_scored([3, 7]).take([])
-    assert len(nothing) == len(nothing.completions.prompts) == 0
-    assert nothing.correct_NG.shape == (0, 4)
-    assert nothing.reward_B.shape == nothing.completions.lengths_B.shape == (0,)
-
-
 def test_the_reward_is_the_score_and_its_shaping(make_scored):
     scored = make_scored([5, 15])  # right, wrong, right, wrong; and all right
     np.testing.assert_array_equal(scored.reward_B, [1, -1.25, 0.5, -1.75, 1, 0.75, 0.5, 0.25])
     assert scored.reward_B.dtype == np.float32
     np.testing.assert_array_equal(scored.correct_NG, [[True, False, True, False], [True] * 4])
-
-
-@pytest.mark.parametrize("index", [-3, 2])
-def test_a_group_that_is_not_there_is_not_taken(make_scored, index):
-    with pytest.raises(IndexError):
-        make_scored([3, 7]).take([index])
-
-
-# On the device
-
-
-def train_batch() -> TrainBatch:
-    fields = [field.name for field in dataclasses.fields(TrainBatch)]
-    return TrainBatch(**{name: jnp.full((1, 1, 1, 2), k) for k, name in enumerate(fields)})
-
-
-def test_a_train_batch_goes_through_compiled_functions_and_keeps_its_fields():
-    batch = train_batch()
-    assert len(jax.tree.leaves(batch)) == len(dataclasses.fields(TrainBatch))
-    doubled = jax.jit(lambda b: jax.tree.map(lambda x: 2 * x, b))(batch)
-    assert isinstance(doubled, TrainBatch)
-    for k, field in enumerate(dataclasses.fields(TrainBatch)):
-        np.testing.assert_array_equal(getattr(doubled, field.name), np.full((1, 1, 1, 2), 2 * k))
-
-
-def test_replacing_a_field_leaves_the_others_and_the_original():
-    batch = train_batch()
-    advantage = jnp.ones((1, 1, 1, 2))
-    changed = batch.replace(advantage=advantage)
-    assert changed.advantage is advantage
-    assert batch.advantage is not advantage
-    assert all(
-        getattr(changed, field.name) is getattr(batch, field.name)
-        for field in dataclasses.fields(TrainBatch)
-        if field.name != "advantage"
-    )

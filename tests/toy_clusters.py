@@ -154,10 +154,7 @@ def _generation_s(role, model, strategy, generating, work, budget, resident, wid
             key = (id(generating), model, groups, slots, role.greedy)
             if key not in _traces:
                 times = generating.best_seconds(
-                    model,
-                    groups,
-                    budget=weights + slots * slot,
-                    greedy=role.greedy,
+                    model, groups, budget=weights + slots * slot, greedy=role.greedy
                 )
                 _traces[key] = generating, times.seconds
             moved = generating.resharding_s(model, layout)

@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from chats import CHATML, LLAMA, MISTRAL, THINKING, chat_tokenizer
+from chats import CHATML, LLAMA, MISTRAL, THINKING, assistant, chat_tokenizer, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,14 +24,6 @@ def model_of(template: str) -> ChatModel:
             pytest.skip("no tokenizer beside the repository")
         return ChatModel(load_tokenizer(QWEN))
     return ChatModel(chat_tokenizer(template))
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, **fields):
-    return {"role": "assistant", "content": content, **fields}
 
 
 def tool(content, call_id="abcdefghi"):

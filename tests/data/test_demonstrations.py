@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from chats import assistant, user
 
 from jaxrl.data import Record
 from jaxrl.data.chat import ChatTemplate
@@ -33,14 +34,6 @@ MARKED = with_chat(
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def stream(demonstrations, tokenizer=TOKENIZER, **settings):

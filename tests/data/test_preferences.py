@@ -3,6 +3,7 @@ import re
 
 import numpy as np
 import pytest
+from chats import assistant, user
 
 from jaxrl.data import Preference
 from jaxrl.data.chat import ChatTemplate
@@ -21,14 +22,6 @@ TOKENIZER = train_tokenizer(["1 + 1 = 2"], vocab_size=258)
 CHAT_TOKENIZER = type(TOKENIZER)(**{**vars(TOKENIZER), "chat_template": CHAT})
 # Six pairs; a character is a token.
 PAIRS = [Preference(f"{a}+{a}=", f"{2 * a}", f"{3 * a}!", "sums", a / 2, -1, 1) for a in range(6)]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def stream(pairs=PAIRS, tokenizer=TOKENIZER, **settings):

@@ -183,17 +183,6 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
     assert {p.name for p in folder.iterdir()} == {"samples.jsonl", "results.json"}
 
 
-@pytest.mark.long
-def test_on_another_mesh_with_other_slots_the_answers_are_the_same(directory, problems, tmp_path):
-    asked = ["--model", directory, "--set", problems[0], "--n", 2]
-    for name, changes in (("one", {}), ("other", {"mesh.train": "1-1-2", "rollout.slots": 4})):
-        assert run_command(*asked, "--out", tmp_path / name, **changes) == 0
-    one, other = (
-        [row["completion"] for row in rows_of(tmp_path / name)] for name in ("one", "other")
-    )
-    assert one == other
-
-
 # The folder of a run
 
 

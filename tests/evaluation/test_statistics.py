@@ -56,11 +56,6 @@ def test_pass_at_k_is_not_estimated_beyond_n():
         pass_at_k(np.ones((1, 4)), 5)
 
 
-def test_all_the_same_answer_is_the_majority():
-    mean_N, std_N = maj_at_k(np.array([[1.0, 1], [0, 0]]), [["7", "7"], ["8", "8"]], 2)
-    assert mean_N.tolist() == [1, 0] and std_N.tolist() == [0, 0]
-
-
 def test_a_tie_goes_to_the_first_drawn():
     # Two draws from 7 and 8 say what the first of them says, whether they agree or tie.
     (mean,), (std,) = maj_at_k(np.array([[1.0, 0]]), [["7", "8"]], 2)

@@ -16,7 +16,7 @@ import time
 import tomllib
 
 import pytest
-from processes import started
+from processes import started, wait_for
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
@@ -465,9 +465,9 @@ def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
         "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"
     )
     with started([[sys.executable, "-c", waiter]]) as (process,):
-        (child, *_) = wait_for(lambda: programs_of(process.pid), "a program")
+        (child, *_) = wait_for(lambda: programs_of(process.pid))
         time.sleep(0.5)
-    wait_for(lambda: not pathlib.Path(f"/proc/{child}").exists() or is_dead(child), "its end")
+    wait_for(lambda: not pathlib.Path(f"/proc/{child}").exists() or is_dead(child))
 
 
 def programs_of(pid):
@@ -486,14 +486,6 @@ def is_dead(pid):
         [],
         [b"Z"],
     )
-
-
-def wait_for(condition, what):
-    until = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < until, f"{what} did not come"
-        time.sleep(0.05)
-    return found
 
 
 # Which sandbox
