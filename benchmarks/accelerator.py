@@ -6,7 +6,7 @@
 
     A  versions, roofs, attention_speed, decode_blocks, experts,
        attention_kernels, decode_attention, same_tokens, tf32
-    B  update, decode, executable, demo
+    B  update, decode, decode_unrolled, executable, demo
 
 What is timed comes first. Each part is meant to end within nine minutes on one GPU; a check that would begin
 after `--limit_s` is left out and says so. Each is tried for itself: one that fails is a line with its error.
@@ -208,10 +208,12 @@ def _narrow(scale: Scale, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
     return [x.astype(scale.dtype) if x.dtype == jnp.float32 else x for x in arrays]
 
 
-def _attention_inputs(heads: int, kv_heads: int, length: int, size: int, segments: int = 3):
-    q = normal(0, 1, length, heads, size)
-    k, v = (normal(i, 1, length, kv_heads, size) for i in (1, 2))
-    ids = jnp.sort(jax.random.randint(jax.random.key(3), (1, length), 1, segments + 1))
+def _attention_inputs(
+    heads: int, kv_heads: int, length: int, size: int, segments: int = 3, *, rows: int = 1
+):
+    q = normal(0, rows, length, heads, size)
+    k, v = (normal(i, rows, length, kv_heads, size) for i in (1, 2))
+    ids = jnp.sort(jax.random.randint(jax.random.key(3), (rows, length), 1, segments + 1))
     return q, k, v, ids, normal(4, *q.shape)
 
 
@@ -329,12 +331,14 @@ def experts(scale: Scale):
 @check("A")
 def attention_kernels(scale: Scale):
     """Attention of each implementation, forward and backward, against float32 by XLA."""
-    shapes = ((4, 2, 77),) if scale.small else ((12, 2, 1024), (28, 4, 1000), (10, 2, 777))
-    for heads, kv_heads, length in shapes:
-        arrays = _attention_inputs(heads, kv_heads, length, 32 if scale.small else 128)
+    shapes = ((1, 12, 2, 1024), (2, 28, 4, 1000), (1, 10, 2, 777))
+    for rows, heads, kv_heads, length in ((2, 4, 2, 77),) if scale.small else shapes:
+        size = 32 if scale.small else 128
+        arrays = _attention_inputs(heads, kv_heads, length, size, rows=rows)
         truth = _attended("xla", "highest")(*arrays)
         for name in _implementations(scale):
-            line = {"heads": [heads, kv_heads], "length": length, "implementation": name}
+            line = {"rows": rows, "heads": [heads, kv_heads], "length": length}
+            line["implementation"] = name
             with attempt(line):
                 line["error"] = error(_attended(name)(*_narrow(scale, arrays)), truth)
             yield line
@@ -432,31 +436,47 @@ def update(scale: Scale):
 @check("B")
 def decode(scale: Scale):
     """Tokens/s of decoding and GB/s of weights and cache read, by rows and kind of cache."""
-    response = 16 if scale.small else 256
-    tried = (
-        ((4, "contiguous"),)
-        if scale.small
-        else ((16, "contiguous"), (64, "paged"), (256, "contiguous"), (256, "paged"))
+    tried = ((16, "contiguous"), (64, "paged"), (256, "contiguous"), (256, "paged"))
+    for rows, cache in ((4, "contiguous"),) if scale.small else tried:
+        yield _decoded(scale, rows, cache)
+
+
+@check("B")
+def decode_unrolled(scale: Scale):
+    """`decode` without a scan over layers, which on GPUs copies each layer's weights out of their stack."""
+    layers = mock.patch.object(
+        EngineConfig, "layers_per_iteration", lambda self, num_layers, platform: num_layers
     )
-    for rows, cache in tried:
-        actor = _sampler(
-            scale.model, scale.dtype, slots=rows, response=response, stops=(), cache=cache
-        )
-        _sampled(actor, prompts=rows, samples=1)
-        begun = time.perf_counter()
-        out = _sampled(actor, prompts=rows, samples=1, step=1)
-        spent = time.perf_counter() - begun
-        model, item = scale.model, jnp.dtype(scale.dtype).itemsize
-        held = item * sum(x.size for x in jax.tree.leaves(actor.shapes))
-        of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
-        cached = rows * of_token * (16 + response / 2)
-        yield {
-            "rows": rows,
-            "cache": cache,
-            "tokens_per_s": int(out.lengths_B.sum()) / spent,
-            "gb_per_s": (held + cached) * response / spent / 1e9,
-        }
-        actor.close()
+    with layers:
+        for rows in (4,) if scale.small else (256, 16):
+            line = {"rows": rows}
+            with attempt(line):
+                line |= _decoded(scale, rows, "paged", splits=True)
+            yield line
+
+
+def _decoded(scale: Scale, rows: int, cache: str, *, splits: bool = False) -> Line:
+    response = 16 if scale.small else 256
+    actor = _sampler(scale.model, scale.dtype, slots=rows, response=response, stops=(), cache=cache)
+    if splits:
+        actor.backend.engine._splits_layers = True
+    begun = time.perf_counter()
+    _sampled(actor, prompts=rows, samples=1)
+    first, begun = time.perf_counter() - begun, time.perf_counter()
+    out = _sampled(actor, prompts=rows, samples=1, step=1)
+    spent = time.perf_counter() - begun
+    model, item = scale.model, jnp.dtype(scale.dtype).itemsize
+    held = item * sum(x.size for x in jax.tree.leaves(actor.shapes))
+    of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
+    cached = rows * of_token * (16 + response / 2)
+    actor.close()
+    return {
+        "rows": rows,
+        "cache": cache,
+        "tokens_per_s": int(out.lengths_B.sum()) / spent,
+        "gb_per_s": (held + cached) * response / spent / 1e9,
+        "seconds_with_compiling": first,
+    }
 
 
 @check("B")

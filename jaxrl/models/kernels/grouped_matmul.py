@@ -46,7 +46,7 @@ def _is_installed() -> bool:
 @contextlib.contextmanager
 def _compiling_for(device: Any) -> Any:
     """Traces kernels for a device, with the sizes of tiles that they choose by shapes alone."""
-    import tokamax
+    import tokamax  # pyright: ignore
 
     # tokamax takes the kind of GPU from the default device. When one compiles for a GPU that is not here, the
     # default device is another. Its table of measured sizes warns about every shape that is not in it.
