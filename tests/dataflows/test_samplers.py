@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from arithmetic_backend import counting
-from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
+from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend, saved
 
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
@@ -208,7 +208,7 @@ def test_unfinished_groups_go_through_a_record():
         cut_short(0),
         partial_bench(),
     )
-    again.sampler.restore(bench.sampler.record(bench.prompts), again.prompts)
+    again.sampler.restore(saved(bench.sampler.record(bench.prompts)), again.prompts)
     again.timer.step, again.policy.version = bench.timer.step, bench.policy.version
     ours, theirs = again.step(), bench.step()
     assert ids_of(ours) == ids_of(theirs)
