@@ -63,9 +63,9 @@ from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout import engine
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
@@ -443,23 +443,18 @@ def decode(scale: Scale):
 
 @check("B")
 def decode_unrolled(scale: Scale):
-    """`decode` without a scan over layers, which on GPUs copies each layer's weights out of their stack."""
-    layers = mock.patch.object(
-        EngineConfig, "layers_per_iteration", lambda self, num_layers, platform: num_layers
-    )
-    with layers:
+    """`decode` with a list of layers; a scan copies each layer out of their stack on GPUs."""
+    with mock.patch.object(engine, "_lists_layers", lambda *_: True):
         for rows in (4,) if scale.small else (256, 16):
             line = {"rows": rows}
             with attempt(line):
-                line |= _decoded(scale, rows, "paged", splits=True)
+                line |= _decoded(scale, rows, "paged")
             yield line
 
 
-def _decoded(scale: Scale, rows: int, cache: str, *, splits: bool = False) -> Line:
+def _decoded(scale: Scale, rows: int, cache: str) -> Line:
     response = 16 if scale.small else 256
     actor = _sampler(scale.model, scale.dtype, slots=rows, response=response, stops=(), cache=cache)
-    if splits:
-        actor.backend.engine._splits_layers = True
     begun = time.perf_counter()
     _sampled(actor, prompts=rows, samples=1)
     first, begun = time.perf_counter() - begun, time.perf_counter()
@@ -559,9 +554,13 @@ def _sampler(
         dtype="float32" if dtype == "float32" else "bfloat16",
         **settings,
     )
-    engine = Engine(model, decoder_graph(model)[0], _mesh(), config)
+    sampler = engine.Engine(model, decoder_graph(model)[0], _mesh(), config)
     actor = _actor(
-        model, dtype, rows=8, length=64, backend=OfflineBackend(engine, functools.partial(map, str))
+        model,
+        dtype,
+        rows=8,
+        length=64,
+        backend=OfflineBackend(sampler, functools.partial(map, str)),
     )
     actor.init()
     return actor

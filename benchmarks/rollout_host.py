@@ -286,7 +286,7 @@ def save_and_read(groups: UnfinishedGroups, folder: Path) -> int:
     path = folder / str(len(list(folder.iterdir())))
     checkpoints = Checkpoints(path, keep=1)
     checkpoints.prepare(None)
-    checkpoints.save(1, {}, {"unfinished": groups.record()})
+    checkpoints.save(1, {}, {"unfinished": groups})
     checkpoints.commit()
     checkpoints.wait()
     UnfinishedGroups.of_record(checkpoints.read_record(1)["unfinished"])

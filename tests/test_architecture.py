@@ -72,6 +72,7 @@ LATE_IMPORTS = {
             "._src.ops.ragged_dot.pallas_mosaic_gpu_common",
         )
     },
+    ("jaxrl/planner/hardware/cluster.py", "jax._src.pallas.triton"): "jax 0.11 and newer",
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     (
         "jaxrl/commands/run_commands.py",

@@ -370,7 +370,7 @@ class FreeRunning:
             self._rollout.collect()
             self._receive()
             ready = [group.samples for group in self._ready]
-            groups = UnfinishedGroups.concatenate([*ready, self._rollout.unfinished()]).record()
+            groups = UnfinishedGroups.concatenate([*ready, self._rollout.unfinished()])
         return {"prompts": prompts.state(), "unfinished": groups, **self._generation.record()}
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:

@@ -65,11 +65,11 @@ class Sampler(Protocol):
         ...
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """JSON-compatible state of a resumed run, including the position in the prompts."""
+        """State of a resumed run for `Checkpoints.save`, including the position in the prompts."""
         ...
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Continues from a record."""
+        """Continues from a record, as a checkpoint gives it back."""
         ...
 
 
@@ -265,10 +265,9 @@ class PartialSampling:
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Unfinished groups, expected lengths, and the position in the prompts."""
-        unfinished = None if self._unfinished is None else self._unfinished.record()
         return {
             "prompts": prompts.state(),
-            "unfinished": unfinished,
+            "unfinished": self._unfinished,
             **self.generation.record(),
         }
 

@@ -128,6 +128,7 @@ def sampling_memory(
     return [
         # Released before the actor's update, which makes new weights anyway.
         dataclasses.replace(weights, bytes_per_device=bytes_of(moved), not_at="actor"),
+        *_listed("actor", stored, sampler),
         _buffers("KV cache and slots", held, sampler.slots, learning=False),
     ]
 
@@ -139,8 +140,16 @@ def engine_memory(
     where = f"{_stored_types(sampler.params)}, {layout.generate}"
     return [
         _buffers(f"{name}, frozen", where, sampler.params),
+        *_listed(name, where, sampler),
         _buffers(f"{name}, cache and slots", where, sampler.slots, learning=False),
     ]
+
+
+def _listed(name: str, where: str, sampler: SamplerShapes) -> list[ResidentBuffers]:
+    # The second set of weights on GPUs (`Engine.lists_layers`).
+    if not sampler.layers:
+        return []
+    return [_buffers(f"{name}, layers for decoding", where, sampler.layers, learning=False)]
 
 
 def _stored_types(params: Params) -> str:

@@ -261,7 +261,7 @@ def plan_packing(
       own_R: See `Packing`; None for all.
     """
     tokens_of = np.asarray(lengths, np.int64)
-    U, M, R, T = dataclasses.astuple(shape)
+    U, _, R, T = dataclasses.astuple(shape)
     if minibatch_B is None:
         assert len(tokens_of) % U == 0, (
             f"{len(tokens_of)} sequences do not divide into {U} minibatches"
@@ -274,49 +274,19 @@ def plan_packing(
     groups = prefix_groups or PrefixGroups(indices, np.zeros_like(indices))
     members_U = [indices[minibatch_B == u] for u in range(U)]
     rows_U = [best_fit_decreasing(members, tokens_of, groups, T) for members in members_U]
-    last_B = np.zeros(len(tokens_of), bool) if last_B is None else last_B
-    if last_B.any():
+    if last_B is not None and last_B.any():
         rows_U = [
             _apart(members, rows, last_B, tokens_of, groups, shape)
             for members, rows in zip(members_U, rows_U, strict=True)
         ]
     if fill_minibatches and U > 1:
         rows_U = filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
-    starts, shared, shared_starts = (np.zeros(len(tokens_of), np.int64) for _ in range(3))
-    # The fields of `Segments`, segment by segment.
-    table: list[tuple[int, int, int, int, int, int]] = []
-    for u, rows in enumerate(rows_U):
-        assert len(rows) <= M * R, (
-            f"minibatch {u} fills {len(rows)} rows, the shape has {M} x {R}; it was made for fewer or "
-            "shorter sequences"
-        )
-        segments_of = [_segments(row, tokens_of, groups) for row in rows]
-        is_last = [bool(last_B[row].all()) for row in rows]
-        for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
-            # The row among those of all minibatches and microbatches.
-            start = (u * M * R + index) * T
-            for number, segment in enumerate(segments_of[r], 1):
-                first, stop, prefix, i = (
-                    segment.first,
-                    segment.stop,
-                    segment.prefix,
-                    segment.sequence,
-                )
-                table.append((start, first, stop, number, prefix, -1 if i is None else i))
-                if i is not None:
-                    starts[i], shared[i] = start, first
-                shared_starts[list(segment.sharers)] = start
-                start += stop - first
-    return Packing(
-        shape,
-        Segments(*np.array(table, np.int64).reshape(-1, 6).T),
-        prefix_groups is not None,
-        np.ones(R, bool) if own_R is None else own_R,
-        np.array([_num_micro(rows, R) for rows in rows_U], np.int32),
-        starts,
-        tokens_of,
-        shared,
-        shared_starts,
+    return placed(
+        *(rows_U, tokens_of, groups, shape),
+        shards=shards,
+        last_B=last_B,
+        own_R=own_R,
+        shares=prefix_groups is not None,
     )
 
 
@@ -331,14 +301,14 @@ class _Segment:
     Attributes:
       first, stop: The range of positions.
       prefix: The number of the segment that it continues, counted from 1; 0 for none.
-      sequence: The sequence it belongs to; None for a shared prefix.
+      sequence: The sequence it belongs to; -1 for a shared prefix.
       sharers: The sequences that share the prefix.
     """
 
     first: int
     stop: int
     prefix: int = 0
-    sequence: int | None = None
+    sequence: int = -1
     sharers: tuple[int, ...] = ()
 
 
@@ -363,41 +333,47 @@ def _segments(row: list[int], lengths: np.ndarray, groups: PrefixGroups) -> list
     return segments
 
 
-def _ids(segments: list[_Segment], tokens: int) -> np.ndarray:
-    """Segment ids and prefix ids of a row, int32 [2, T]."""
-    sizes = [segment.stop - segment.first for segment in segments]
-    numbers = [range(1, len(segments) + 1), [segment.prefix for segment in segments]]
-    ids = np.zeros((2, tokens), np.int32)
-    ids[:, : sum(sizes)] = np.repeat(numbers, sizes, axis=1)
-    return ids
-
-
-def ids_of_rows(
-    rows: Rows,
+def placed(
+    rows_U: Sequence[Rows],
     lengths: np.ndarray,
     groups: PrefixGroups,
-    tokens: int,
+    shape: PackedShape,
     *,
-    rows_of_micro: int,
     shards: int,
-) -> np.ndarray:
-    """Segment ids and prefix ids of the rows of a minibatch, placed as by `plan_packing`.
-
-    Args:
-      rows: sequences of each row, from `best_fit_decreasing` with the same lengths, groups and tokens.
-      lengths, groups: Number of tokens and prefix group of every sequence.
-      tokens: T, the number of tokens of a row.
-      rows_of_micro, shards: R, the number of rows of a microbatch, and of devices that split them.
-
-    Returns:
-      int32 [M, R, 2, T], the microbatches in use; rows without sequences are 0.
-    """
-    segments_of = [_segments(row, lengths, groups) for row in rows]
-    ids = np.zeros((_num_micro(rows, rows_of_micro) * rows_of_micro, 2, tokens), np.int32)
-    work, none_last = [_work(segments) for segments in segments_of], [False] * len(rows)
-    for index, row in _assigned(work, none_last, rows_of_micro, shards):
-        ids[index] = _ids(segments_of[row], tokens)
-    return ids.reshape(-1, rows_of_micro, 2, tokens)
+    last_B: np.ndarray | None = None,
+    own_R: np.ndarray | None = None,
+    shares: bool = True,
+) -> Packing:
+    """Places the rows of each minibatch, from `best_fit_decreasing`; other arguments as of `plan_packing`."""
+    _, M, R, T = dataclasses.astuple(shape)
+    starts, shared, shared_starts = (np.zeros(len(lengths), np.int64) for _ in range(3))
+    last_B = np.zeros(len(lengths), bool) if last_B is None else last_B
+    # The fields of `Segments`, segment by segment.
+    table: list[tuple[int, int, int, int, int, int]] = []
+    for u, rows in enumerate(rows_U):
+        assert len(rows) <= M * R, (
+            f"minibatch {u} fills {len(rows)} rows, the shape has {M} x {R}; it was made for fewer or "
+            "shorter sequences"
+        )
+        segments_of = [_segments(row, lengths, groups) for row in rows]
+        is_last = [bool(last_B[row].all()) for row in rows]
+        for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
+            # The row among those of all minibatches and microbatches.
+            start = (u * M * R + index) * T
+            for number, s in enumerate(segments_of[r], 1):
+                table.append((start, s.first, s.stop, number, s.prefix, s.sequence))
+                if s.sequence >= 0:
+                    starts[s.sequence], shared[s.sequence] = start, s.first
+                shared_starts[list(s.sharers)] = start
+                start += s.stop - s.first
+    return Packing(
+        shape,
+        Segments(*np.array(table, np.int64).reshape(-1, 6).T),
+        shares,
+        np.ones(R, bool) if own_R is None else own_R,
+        np.array([_num_micro(rows, R) for rows in rows_U], np.int32),
+        *(starts, lengths, shared, shared_starts),
+    )
 
 
 def _work(segments: list[_Segment]) -> int:

@@ -73,6 +73,11 @@ from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
 from jaxrl.rollout.speculate_program import SpeculatingPrograms
 from jaxrl.rollout.speculation import num_drafted
 
+# On GPUs a scan copies each layer out of the stack for every token: 1.8 of 4.3 ms of 1.5B at 16 rows (H200,
+# benchmarks/results/2026-11-26-h200.md). A list of layers needs no copies, but memory for a second set of
+# weights, and compiles longer: for weights of a device of so many bytes, and responses of so many tokens.
+_MOST_LISTED, _LONG_RESPONSE = 4 * 10**9, 512
+
 
 class Engine:
     """The compiled programs of one model on one mesh. Each program is compiled once per size.
@@ -88,6 +93,7 @@ class Engine:
       layout: sharding of the slots.
       pages: sizes of a paged cache; None if the cache is contiguous.
       num_drafted: number of tokens that `speculate` drafts in a round; 0 if decoding does not speculate.
+      lists_layers: whether `for_decoding` makes a list of layers in place of their stack.
       slot_sizes: numbers of slots of a state, ascending multiples of `shards`.
       batch_sizes: numbers of sequences of a prefix, ascending multiples of `shards`.
       prompt_sizes: numbers of tokens of a prefill program, ascending.
@@ -153,6 +159,7 @@ class Engine:
         self.prefix_sizes = bucket_sizes(longest, SHORTEST_CACHE)
         self.cache_sizes = (longest,) if fixed else self.prefix_sizes
         self.num_drafted = num_drafted(config.speculate, platform_of(mesh))
+        self.lists_layers = stages == 1 and _lists_layers(model, mesh, config)
         self.layout = SlotLayout(mesh, self.cache)
         self._compile(graph)
 
@@ -194,8 +201,6 @@ class Engine:
         programs = SpeculatingPrograms(
             graph, compute, attend, slots, config.stop_ids, self.num_drafted
         )
-        one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
-        self._splits_layers = on_cpu and compute.unroll >= model.num_layers and one_stage
         self._split = jax.jit(split_layers)
         # Nothing else ties a state to a mesh of one device, and it would be made on the first device of all.
         here = replicated(mesh) if mesh.size == 1 else None
@@ -215,15 +220,14 @@ class Engine:
 
     def for_decoding(self, params: Params) -> Params:
         """The weights as `generate` and `speculate` read them fastest."""
-        # On CPU these are copies of single layers, if decoding has no scan over layers. With stacked weights,
-        # which the programs take too, each dispatch makes these copies.
-        if not self._splits_layers:
+        # Copies of single layers, so that decoding has no scan over layers. The programs take the stack too.
+        if not self.lists_layers:
             return params
         return params | {"layers": self._split({"layers": params["layers"]})["layers"]}
 
     def with_adapters(self, adapters: Params, params: Params) -> Params:
         """The result of `for_decoding` with other adapters."""
-        if not self._splits_layers:
+        if not self.lists_layers:
             return lora.join(adapters, params)
         split = self.for_decoding(adapters)
         pairs = zip(split["layers"], params["layers"], strict=True)
@@ -279,6 +283,17 @@ def _check_state(config: EngineConfig) -> None:
             f"speculate {config.speculate} takes tokens back, and the states of this model's delta layers "
             "cannot go back; set it to 0"
         )
+
+
+def _lists_layers(model: ModelConfig, mesh: Mesh, config: EngineConfig) -> bool:
+    """Whether decoding reads a list of layers: on CPU without a scan, on GPUs where its copies are small."""
+    platform = platform_of(mesh)
+    if platform == "cpu":
+        return config.layers_per_iteration(model.num_layers, platform) >= model.num_layers
+    width = jnp.dtype(config.weights_dtype or config.dtype).itemsize
+    of_device = width * model.num_params / shards_of("heads", GENERATE_RULES, mesh)
+    long = config.max_response_tokens >= _LONG_RESPONSE
+    return platform == "gpu" and long and of_device <= _MOST_LISTED
 
 
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:

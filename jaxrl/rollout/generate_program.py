@@ -189,7 +189,8 @@ class ModelPrograms:
         """See `generate_edited`; `top` has room for what is found, or is None."""
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         cache, W = self.slots.cache, self.slots.tokens_per_dispatch
-        past = cache.decoding(model, state.context.cache, state.context.length)
+        apart = isinstance(params["layers"], list)
+        past = cache.decoding(model, state.context.cache, state.context.length, apart=apart)
         # For all new keys and values, and for the newest: the loop never scatters into the large cache
         # arrays.
         held = state.context.cache

@@ -118,20 +118,24 @@ class SlotPages:
         """Estimates the tokens of every shard from now on."""
         self._alive_KK = self._lengths.still_running()
         self._doubt_KK = self._alive_KK * (_ONE - self._alive_KK) >> _ONE_BITS
-        K, longer_K = self._lengths.count, self._longer_K
+        K, longer_K, shards = self._lengths.count, self._longer_K, len(self.pool.num_free_S)
+        slots = np.flatnonzero(self._busy_n)
+        length = self._cached_n[slots] + 1
+        interval = self._lengths.intervals(length - self._prompt_n[slots])
+        of_shard, tokens = self.pool.shard_n[slots] * K + interval, length + self._unused
+        # Sums of the powers 0 to 2 of the tokens of a shard's samples in an interval.
+        count_SK, sum_SK, squares_SK = (
+            np.bincount(of_shard, tokens**power, shards * K).astype(np.int64).reshape(shards, K)
+            for power in range(3)
+        )
         # Mean and variance, interval by interval, int64 in units of 1 / `_ONE`.
-        expected: list[tuple[np.ndarray, np.ndarray]] = []
-        for shard in range(len(self.pool.num_free_S)):
-            of = self.pool.slots_of(shard)
-            busy = self._busy_n[of]
-            tokens = (self._cached_n[of] + 1 + self._unused)[busy]
-            interval = self._lengths.intervals((self._cached_n[of] + 1 - self._prompt_n[of])[busy])
-            sums = [np.bincount(interval, tokens**power, K).astype(np.int64) for power in range(3)]
-            mean_K = sums[1] @ self._alive_KK + longer_K * (sums[0] @ self._alive_KK)
-            squares = [power_K @ self._doubt_KK for power_K in sums]
-            variance_K = squares[2] + 2 * longer_K * squares[1] + longer_K**2 * squares[0]
-            expected.append((mean_K, variance_K))
-        self._expected_S2K = np.array(expected)
+        mean_SK = sum_SK @ self._alive_KK + longer_K * (count_SK @ self._alive_KK)
+        variance_SK = (
+            squares_SK @ self._doubt_KK
+            + 2 * longer_K * (sum_SK @ self._doubt_KK)
+            + longer_K**2 * (count_SK @ self._doubt_KK)
+        )
+        self._expected_S2K = np.stack([mean_SK, variance_SK], axis=1)
 
     def grow(self, cached: Callable[[int], np.ndarray] | None = None) -> list[int]:
         """Gives every busy slot pages for W more tokens.

@@ -75,7 +75,10 @@ class SpeculatingPrograms(ModelPrograms):
         state = state.replace(decoded=jax.tree.map(jnp.zeros_like, state.decoded))
         rows = self.slots.taken(state, slot_m)
         # Made outside of the loop, because some caches split the weights of all layers here.
-        layers = self.slots.cache.extend(model, rows.context.cache, rows.context.length).layers
+        apart = isinstance(params["layers"], list)
+        layers = self.slots.cache.extend(
+            model, rows.context.cache, rows.context.length, apart=apart
+        ).layers
 
         def unfinished(progress: tuple[DecodeState, jax.Array]):
             rows, _ = progress

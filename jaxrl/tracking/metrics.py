@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
 # Prefixes of metrics that are measured: times, rates and memory.
 _TIMING_PREFIXES = (
+    "agent/seconds",
+    # When an agent asks decides what is still in the pages.
+    "agent/prompt_share_from_pages",
     "time_s",
     "timing_s/",
     "timing_per_token_ms/",

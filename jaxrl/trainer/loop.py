@@ -260,9 +260,9 @@ class Loop:
         resumed = self._checkpoints.saved_step is not None
 
         def open_log() -> bool:
-            writer = self._open_metrics(self.step if resumed else None)
-            self._writer = self._exit.enter_context(writer)
-            return self._writer.checksum.num_rows == 0
+            opened = self._open_metrics(self.step if resumed else None)
+            self._writer = writer = self._exit.enter_context(opened)
+            return writer.checksum.num_rows == 0
 
         aside = None if resumed else hosts.on_first(self._checkpoints.move_aside)
         # Opened first: an unreadable log is the last reason to refuse the run.

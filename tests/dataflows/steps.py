@@ -105,6 +105,12 @@ class NumberedPrompts:
         self._next = state["next"]
 
 
+def saved(record):
+    """The record of a sampler, as a checkpoint gives it back."""
+    groups = record["unfinished"]
+    return record | {"unfinished": groups and groups.record()}
+
+
 class CountingGrader:
     """Right are responses whose first token has another parity than their prompt's number plus `shift`.
 

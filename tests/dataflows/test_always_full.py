@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine, lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy
+from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, saved
 
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
@@ -230,7 +230,7 @@ def test_a_resumed_run_draws_and_drops_the_same(after):
     for _ in range(after):
         whole.step()
     again = FullRun(**CASE)
-    record = pickle.loads(pickle.dumps(whole.sampler.record(whole.prompts)))
+    record = pickle.loads(pickle.dumps(saved(whole.sampler.record(whole.prompts))))
     again.sampler.restore(record, again.prompts)
     again.timer.step, again.policy.version = whole.timer.step, whole.policy.version
     whole.engine.calls.clear()
@@ -254,7 +254,7 @@ def test_what_runs_free_is_never_too_old_and_is_trained_on_once(case, dispatches
         ids = completions.prompts.ids_N.tolist()
         assert len(ids) == case["groups"]
         waiting = run.sampler.record(run.prompts)["unfinished"]
-        assert len(waiting["ids"]) <= case["groups"] * (case["max_staleness"] + 1)
+        assert len(waiting.prompts) <= case["groups"] * (case["max_staleness"] + 1)
         trained += ids
         # Steps wait for long answers in time.
         assert sampled.counts["rollout/dropped_stale_groups"] == 0
@@ -262,7 +262,7 @@ def test_what_runs_free_is_never_too_old_and_is_trained_on_once(case, dispatches
     drawn = [n for row in run.rows for _, n in row.drawn]
     assert drawn == list(range(len(drawn)))
     assert len(set(trained)) == len(trained)
-    assert len(drawn) == len(trained) + len(waiting["ids"])
+    assert len(drawn) == len(trained) + len(waiting.prompts)
 
 
 @settings(max_examples=12)
@@ -283,7 +283,7 @@ def test_new_prompts_wait_while_the_learner_is_slow():
     run.step(500)
     # Two groups were trained on, and the next step takes two.
     waiting = run.sampler.record(run.prompts)["unfinished"]
-    assert len(waiting["ids"]) == 2 and run.rows[0].dispatches < 30
+    assert len(waiting.prompts) == 2 and run.rows[0].dispatches < 30
     later = run.step(500)
     assert later.counts["rollout/unfinished_groups"] == 2
 
@@ -293,7 +293,7 @@ def test_a_generation_batch_of_finished_groups_is_enough():
     run.step(500)
     # Three are finished; others were in slots, or about to be, when the third was.
     waiting = run.sampler.record(run.prompts)["unfinished"]
-    assert 3 <= len(waiting["ids"]) <= 3 + 3 and run.rows[0].dispatches < 30
+    assert 3 <= len(waiting.prompts) <= 3 + 3 and run.rows[0].dispatches < 30
 
 
 def test_all_slots_are_busy_while_the_learner_works():

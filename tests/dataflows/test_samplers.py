@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from arithmetic_backend import counting
-from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
+from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend, saved
 
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
@@ -191,6 +191,24 @@ def test_a_finished_group_is_graded_once_and_a_generation_batch_has_an_end():
     sampled = bench.step(enough=lambda group: seen.append(group) or False)
     assert len(seen) >= 4 and all(len(group) == 2 for group in seen)
     assert bench.grader.calls == len(sampled.completions) == 2 * len(seen)
+
+
+def test_unfinished_groups_go_through_a_record():
+    def cut_short(kind):
+        bench = partial_bench()
+        bench.step(enough=lambda group: True)
+        return bench
+
+    bench, again = (
+        cut_short(0),
+        partial_bench(),
+    )
+    again.sampler.restore(saved(bench.sampler.record(bench.prompts)), again.prompts)
+    again.timer.step, again.policy.version = bench.timer.step, bench.policy.version
+    ours, theirs = again.step(), bench.step()
+    assert ids_of(ours) == ids_of(theirs)
+    assert ours.completions.texts == theirs.completions.texts
+    assert ours.counts == theirs.counts
 
 
 # Dynamic sampling around another sampler

@@ -420,7 +420,9 @@ def step_of_top_entropy(layout, shape: PackedShape, *, bypass: bool, share_promp
         rollout_logprob=tuple(np.split(rollout_N, ends[:-1])),
     )
     actor = fresh(layout)
-    batch, _ = pack_completions(completions, shape, top_entropy=0.5, share_prompts=share_prompts)
+    batch, packing = pack_completions(
+        completions, shape, top_entropy=0.5, share_prompts=share_prompts
+    )
     advantage = advantage_B[np.asarray(batch.sequence)] * batch.loss_mask
     batch = actor.place(batch.replace(advantage=advantage))
     now = actor.logprobs(batch)
@@ -433,7 +435,8 @@ def step_of_top_entropy(layout, shape: PackedShape, *, bypass: bool, share_promp
         objective = policy("policy_gradient", {})
     params, metrics = step(actor, batch, objective)
 
-    found = logprobs_by_response(batch, now, completions.lengths_B.tolist())
+    rows = np.asarray(now)[packing.rows(packing.starts)]
+    found = logprobs_by_response(packing, rows, completions.lengths_B.tolist())
     now_N = np.concatenate([found[b] for b in range(len(completions))])
     weight_N = np.minimum(np.exp(now_N - rollout_N), 1.5) * (rank_N >= (len(rank_N) - 1) / 2)
     by_hand = -(weight_N * np.repeat(advantage_B, completions.lengths_B) * now_N).mean()

@@ -5,8 +5,20 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
-from extras import needs_extra
+from extras import import_extra, needs_extra
+
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import replicated
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.compiled.programs import sampler_shapes
+from jaxrl.planner.hardware.cluster import read_topology
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
 
 # Run apart, as libtpu reads its environment when it is loaded.
 MODEL_ON_TPU = """
@@ -226,3 +238,31 @@ def test_the_scratch_of_a_large_model_is_small_beside_its_pages(topology, slots,
     """No weight is laid out anew, and no device gathers the logits of others."""
     scratch = float(last_line(SCRATCH, topology, str(slots), str(cache_tokens)))
     assert scratch < 0.013
+
+
+@pytest.mark.slow
+def test_on_a_gpu_no_layer_is_copied_for_a_token():
+    """The compiler's text has copies of layers with a stack, and none with a list of layers."""
+    import_extra("aot-gpu", "jax_plugins.xla_cuda13")
+    mesh = build_mesh(
+        ParallelLayout.from_config(LayoutConfig(train="1-1-1")), read_topology("h100:1x1").devices
+    )
+    sizes = {"num_layers": 4, "d_model": 768, "d_ff": 1280, "num_heads": 6, "num_kv_heads": 2}
+    model = ModelConfig(vocab_size=1024, head_dim=128, **sizes)
+    graph, shapes, axes = decoder_graph(model)
+
+    def copies(response):
+        config = EngineConfig(
+            **{"slots": 64, "prefill_prompts": 8, "max_prompt_tokens": 64, "stop_ids": (1,)},
+            **{"max_response_tokens": response, "dtype": "bfloat16", "cache": "paged"},
+        )
+        engine = Engine(model, graph, mesh, config)
+        found = sampler_shapes(engine, shapes, axes)
+        params = found.params | ({"layers": found.layers} if found.layers else {})
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+        text = engine.generate.lower(params, found.slots, count).compile().as_text()
+        # As a slice has it: with a dimension of 1 for the layer.
+        return text.count("bf16[1,768,1280]"), text.count("bf16[1,1280,768]")
+
+    assert min(copies(511)) > 0
+    assert copies(512) == (0, 0)

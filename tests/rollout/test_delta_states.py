@@ -94,11 +94,12 @@ FIRST_DENSE = dataclasses.replace(
 @pytest.mark.long
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 @pytest.mark.parametrize(("model", "stacks"), [(DELTA, {2}), (FIRST_DENSE, {1, 2})])
-def test_kernels_find_the_layer_by_its_number(model, stacks, cache, monkeypatch):
+@pytest.mark.parametrize("unroll", [1, 4], ids=["scan", "list"])
+def test_kernels_find_the_layer_by_its_number(unroll, model, stacks, cache, monkeypatch):
     """One layer of two has keys and values, so the number is that of a period. First layers are apart."""
     model = dataclasses.replace(model, head_dim=128)
-    changes = {"kv_dtype": "bfloat16", "attention": "xla", "unroll": 1, "cache": cache}
-    expected = backend_of(model=model, decode_attention="xla", **changes)
+    changes = {"kv_dtype": "bfloat16", "attention": "xla", "cache": cache}
+    expected = backend_of(model=model, decode_attention="xla", unroll=1, **changes)
     expected = expected.generate(PROMPTS, OPTIONS)
     seen = set()
 
@@ -108,7 +109,8 @@ def test_kernels_find_the_layer_by_its_number(model, stacks, cache, monkeypatch)
 
     monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
-    backend = backend_of(model=model, decode_attention="auto", **changes)
+    backend = backend_of(model=model, decode_attention="auto", unroll=unroll, **changes)
+    assert backend.engine.lists_layers == (unroll > 1)
     assert_same_samples(backend.generate(PROMPTS, OPTIONS), expected)
     assert seen == stacks
 

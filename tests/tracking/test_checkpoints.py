@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokens import prompts_of
 
 from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
+from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 
 
@@ -289,27 +291,27 @@ def test_a_reader_looks_again_if_the_run_continues_meanwhile(tmp_path, monkeypat
     assert stored.newest_intact() == 2
 
 
-def test_arrays_of_a_record_come_back_to_the_bit(tmp_path):
-    arrays = {
-        "tokens": np.arange(1000, dtype=np.int32),
-        "logprob": np.random.default_rng(0).normal(size=1000).astype(np.float32),
-        "none": np.zeros(0, np.float32),
-    }
-    record = {"step": 3, "sampling": {"unfinished": {"texts": ["a", "b"], **arrays}, "no": None}}
+def test_unfinished_groups_come_back_to_the_bit(tmp_path):
+    floats = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
+    samples = Sample(0, 0, 2), Sample(0, 1, 2)
+    samples[0].add_decoded(np.arange(1000, dtype=np.int32), *floats, 2)
+    groups = UnfinishedGroups(prompts_of([1, 2]), 2, samples)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.prepare(None)
+    record = {"step": 3, "sampling": {"unfinished": groups, "no": None}}
     checkpoints.save(3, {"actor": state_of(3)}, record)
     checkpoints.commit()
     checkpoints.close()
     again = Checkpoints(tmp_path / "checkpoints", keep=1)
     found = again.read_record(3)
     again.close()
-    assert found["sampling"]["unfinished"].keys() == record["sampling"]["unfinished"].keys()
-    for name, array in arrays.items():
-        stored = found["sampling"]["unfinished"][name]
-        assert stored.dtype == array.dtype
-        np.testing.assert_array_equal(stored, array)
-    assert found["step"] == 3 and found["sampling"]["unfinished"]["texts"] == ["a", "b"]
+    assert found["step"] == 3 and found["sampling"]["no"] is None
+    stored, expected = found["sampling"]["unfinished"], groups.record()
+    assert stored.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(stored[name], value, err_msg=name)
+        if isinstance(value, np.ndarray):
+            assert stored[name].dtype == value.dtype
     # Damage of these files is found like any other.
     for path in (tmp_path / "checkpoints" / "3" / "record_arrays").rglob("*"):
         if path.is_file() and path.stat().st_size:

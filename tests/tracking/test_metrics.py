@@ -138,7 +138,7 @@ def test_evaluation_accuracy_is_found_by_name():
 def test_rows_of_equal_runs_differ_only_in_timings():
     run = {"step": 3, "perf/update_tflop": 2.0, "perf/padding": 0.1, "critic/score/mean": 0.5}
     clock = {"time_s": 1.7e9, "timing_s/step": 2.0, "perf/tflops_per_device": 9.0, "perf/mfu": 0.4}
-    clock["perf/peak_memory_gb"] = 1.5
+    clock |= {"perf/peak_memory_gb": 1.5, "agent/seconds/mean": 0.2}
     assert without_timings(run | clock) == run
 
 

@@ -190,7 +190,7 @@ def test_an_error_after_the_update_keeps_the_checkpoint_before(tmp_path, whole, 
 
 
 def test_an_error_that_saving_meets_does_not_hide_the_first(tmp_path, monkeypatch, capsys):
-    def broken(self, step, states, record):
+    def broken(self, step, states, record, **options):
         raise RuntimeError("the device is gone")
 
     def before(step):

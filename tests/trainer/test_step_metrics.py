@@ -5,8 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.dataflows.step_metrics import batch_metrics, timing_per_token, value_metrics
-from jaxrl.types import PackedBatch, ValueBatch
+from jaxrl.dataflows.step_metrics import (
+    advantage_metrics,
+    batch_metrics,
+    timing_per_token,
+    value_metrics,
+)
+from jaxrl.types import PackedBatch, TrainBatch, ValueBatch
 
 
 def targets(value, target, mask) -> ValueBatch:
@@ -41,6 +46,16 @@ def test_returns_without_variance_leave_nothing_to_explain(mask):
     metrics = value_metrics("cost_critic", targets([1, 2], [3, 3], mask))
     assert float(metrics["cost_critic/vf_explained_var"]) == 0
     assert all(np.isfinite(float(x)) for x in metrics.values())
+
+
+@pytest.mark.parametrize(("mask", "expected"), [([1, 1, 0], (0.5, 2, -1, 2)), ([0] * 3, [0] * 4)])
+def test_advantages_of_trained_tokens(mask, expected):
+    batch = targets([0] * 3, [0] * 3, mask)
+    advantage = np.float32([-1, 2, np.nan]).reshape(batch.tokens.shape)
+    found = advantage_metrics(TrainBatch.of(batch, advantage=advantage))
+    names = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
+    names.append("train/num_trained_tokens")
+    assert {name: float(x) for name, x in found.items()} == dict(zip(names, expected, strict=True))
 
 
 def test_turns_are_the_prompts_the_models_and_the_environments(make_scored):

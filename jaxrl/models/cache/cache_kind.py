@@ -213,7 +213,7 @@ class CacheKind:
 
         def apart(stacked: Cache) -> Cache:
             layers = range(self.shape.num_layers)
-            return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in layers]
+            return [_entry(stacked, i) for i in layers]
 
         def kept(new: Cache) -> Cache:
             if not self.unrolled:
@@ -222,8 +222,10 @@ class CacheKind:
 
         return self._pass(attend, None, segment_ids_BT, kept, recur=recur)
 
-    def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
-        """The pass for T tokens after `length_B` cached ones."""
+    def extend(
+        self, model: Decoder, cache: Cache, length_B: jax.Array, *, apart: bool = False
+    ) -> CachePass:
+        """The pass for T tokens after `length_B` cached ones; `apart` as for `decoding`."""
 
         def attend(q, k, v, kind, layer, length_B) -> tuple[jax.Array, KVCache]:
             out_BTQH = extending_attention(q, k, v, layer, length_B, kind=kind)
@@ -232,16 +234,19 @@ class CacheKind:
         def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, state)
 
-        layers, keys = self._layers(model), without_routes(cache)
+        layers, keys = self._layers(model, apart), without_routes(cache)
         return self._pass(attend, keys, length_B, layers=layers, recur=recur, absorbs=True)
 
-    def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
+    def decoding(
+        self, model: Decoder, cache: Cache, length_B: jax.Array, *, apart: bool = False
+    ) -> DecodeStep:
         """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
 
         Call this outside of the loop over tokens, and its result inside. The loop does not write the cache.
+        With `apart` layers are taken out of the stack here and not for each token.
         """
         cache = without_routes(cache)
-        layers, kernel, past = self._layers(model), self.kernel, cache
+        layers, kernel, past = self._layers(model, apart), self.kernel, cache
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
             past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
@@ -303,18 +308,18 @@ class CacheKind:
         """The caches of each of the first dense layers, and that of the stack."""
         return tuple(cache)
 
-    def _layers(self, model: Decoder) -> Callable[..., Any] | None:
+    def _layers(self, model: Decoder, apart: bool) -> Callable[..., Any] | None:
         """A replacement for `models.compute.scan_layers` with separate arrays for each layer.
 
-        Its `per_layer` and its results per layer are sequences of L trees. It ignores the stacked weights
-        that it gets, but not what is beside them: they are split here, once. Otherwise a loop over tokens
-        would split them for each token.
+        If caches are unrolled, its `per_layer` and its results per layer are sequences of L trees. It ignores
+        the stacked weights that it gets, but not what is beside them: they are split here, once. Otherwise a
+        loop over tokens would split them for each token.
         """
-        if not self.unrolled:
+        if not (self.unrolled or apart):
             return None
         _, stacked = nnx.split(model.layers)
         layers = [
-            (jax.tree.map(lambda w, i=i: w[i], stacked), flags)
+            (_entry(stacked, i), flags)
             for i, flags in enumerate(LayerFlags.of_periods(model.config))
         ]
 
@@ -329,13 +334,16 @@ class CacheKind:
         ) -> tuple[jax.Array, tuple[Any, Any]]:
             del unroll
             outs, sums = [], []
-            for i, ((weights, flags), layer_in) in enumerate(zip(layers, per_layer, strict=True)):
-                if flags is None:
-                    flags = jax.tree.map(lambda leaf, i=i: leaf[i], stacked[1])
+            for i, (weights, flags) in enumerate(layers):
+                layer_in = per_layer[i] if self.unrolled else _entry(per_layer, i)
+                flags = _entry(stacked[1], i) if flags is None else flags
                 x_BTD, (out, of_rows) = layer(x_BTD, (weights, flags), layer_in, per_row)
                 outs.append(out)
                 sums.append(of_rows)
-            return x_BTD, (outs, sums)
+            if self.unrolled:
+                return x_BTD, (outs, sums)
+            both = zip(outs, sums, strict=True)
+            return x_BTD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *both)
 
         return run
 
@@ -391,11 +399,15 @@ def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def _entry(stacks: Any, i: int) -> Any:
+    return jax.tree.map(lambda stack: stack[i], stacks)
+
+
 def split_layers(params: Params) -> Params:
     """The weights with a list of trees, one for each layer, in place of the stack."""
     stack = params["layers"]
     layers = range(len(jax.tree.leaves(stack)[0]))
-    return params | {"layers": [jax.tree.map(lambda w, i=i: w[i], stack) for i in layers]}
+    return params | {"layers": [_entry(stack, i) for i in layers]}
 
 
 def stacked_layers(params: Params) -> Params:

@@ -91,10 +91,12 @@ class PagedCache(CacheKind):
         of_states = super().axes(cache.states)
         return PagedSlots(super().axes(cache.pool), table, shared, of_states)  # pyright: ignore
 
-    def decoding(self, model: Decoder, cache: PagedSlots, length_B: jax.Array) -> DecodeStep:
+    def decoding(
+        self, model: Decoder, cache: PagedSlots, length_B: jax.Array, *, apart: bool = False
+    ) -> DecodeStep:
         cache = without_routes(cache)
         past = cache if self.gather is None else self.gather(cache, self.axes(cache))
-        return super().decoding(model, past, length_B)
+        return super().decoding(model, past, length_B, apart=apart)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """In pages, tokens beyond those of a slot are lost."""

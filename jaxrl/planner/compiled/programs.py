@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jax_core
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.handover import Handover, move_program
 from jaxrl.mesh.parallel_layers import HELD_EXPERTS
 from jaxrl.mesh.protocols import rows_and_length
@@ -54,10 +55,14 @@ _PROGRAMS = (jax_core.ClosedJaxpr, jax_core.Jaxpr)
 
 @dataclasses.dataclass(frozen=True)
 class SamplerShapes:
-    """Shapes and shardings of weights and slots in the generation layout."""
+    """Shapes and shardings of weights and slots in the generation layout.
+
+    `layers` are copies of single layers for decoding, on GPUs (`Engine.lists_layers`).
+    """
 
     params: Params
     slots: DecodeState
+    layers: list[Any]
 
 
 def abstract_batch(
@@ -93,7 +98,18 @@ def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
         shapes,
         shardings(axes, shapes, GENERATE_RULES, engine.mesh),
     )
-    return SamplerShapes(params, engine.abstract_decode_state())
+    layers = []
+    # On CPU copies come and go with each call.
+    if engine.lists_layers and platform_of(engine.mesh) != "cpu":
+        one = jax.tree.map(_without_stack, params["layers"])
+        layers = [one] * jax.tree.leaves(params["layers"])[0].shape[0]
+    return SamplerShapes(params, engine.abstract_decode_state(), layers)
+
+
+def _without_stack(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding: Any = leaf.sharding
+    one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=one_layer)
 
 
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:
@@ -279,12 +295,13 @@ def bytes_of(tree: Any) -> int:
 
 
 # Names of buffers, as in `planner.memory`.
-WEIGHTS, OPTIMISER, SAMPLER, CACHE, SENT = (
+WEIGHTS, OPTIMISER, SAMPLER, CACHE, SENT, LAYERS = (
     "actor in training",
     "optimiser state",
     "actor in generation",
     "KV cache and slots",
     "rollout, frozen",
+    "actor, layers for decoding",
 )
 
 
@@ -418,8 +435,10 @@ def engine_programs(
     config, mesh = engine.config, engine.mesh
     shapes_of = sampler_shapes(engine, shapes, axes)
     params, state = shapes_of.params, shapes_of.slots
-    own, cached = (
-        (SAMPLER, CACHE) if role == "actor" else (f"{role}, frozen", f"{role}, cache and slots")
+    own, cached, listed = (
+        (SAMPLER, CACHE, LAYERS)
+        if role == "actor"
+        else (f"{role}, frozen", f"{role}, cache and slots", f"{role}, layers for decoding")
     )
 
     def small(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -453,9 +472,13 @@ def engine_programs(
     samples = load.prompts * load.samples
     busy = min(config.slots, samples)
     tokens = samples * load.work.response_lengths.mean
+    decoded, held = params, {own, cached}
+    if shapes_of.layers:
+        # The stack is beside them; weights outside of it count twice.
+        decoded, held = params | {"layers": shapes_of.layers}, {listed, cached}
     generate = Piece(
         engine.generate,
-        (params, state, small()),
+        (decoded, state, small()),
         calls=tokens / (busy * config.tokens_per_dispatch),
         open_loops=config.tokens_per_dispatch,
         # Its conditionals are about truncated sampling, which is the long branch.
@@ -477,7 +500,7 @@ def engine_programs(
     )
     yield Program(
         *(role, "generate", "sampling", (generate,)),
-        frozenset({own, cached}),
+        frozenset(held),
         generate.calls * config.tokens_per_dispatch * step,
     )
 

@@ -17,11 +17,12 @@ import numpy as np
 from jaxrl.models.xla_attention import needed_tiles
 from jaxrl.planner.simulation.workload import Workload
 from jaxrl.roles.packing import (
+    PackedShape,
     PrefixGroups,
     Rows,
     best_fit_decreasing,
     filled_minibatches,
-    ids_of_rows,
+    placed,
 )
 
 
@@ -95,7 +96,9 @@ def pairs_of_a_row(
     block, tokens = min(block_tokens, work.row_tokens), work.row_tokens
     busiest = []
     for filled in rows_U:
-        ids = ids_of_rows(filled, lengths_B, groups, tokens, rows_of_micro=rows, shards=replicas)
+        shape = PackedShape(1, -(-len(filled) // rows), rows, tokens)
+        fields = placed([filled], lengths_B, groups, shape, shards=replicas).fields()
+        ids = np.stack([fields["segment_ids"][0], fields["prefix_ids"][0]], axis=2)
         for micro in ids.reshape(len(ids), replicas, parts, -1, 2, tokens):
             busiest.append(
                 max(
