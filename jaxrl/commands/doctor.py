@@ -49,6 +49,8 @@ _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "orbax-checkpoint")
 # Exchanges between busy hosts take tenths of a second.
 _CLOCKS_S = 2.0
 _FILE_BYTES = 2**28
+# Programs, and data that change what a run computes: shapes, families of models, units of answers.
+SOURCES = ("**/*.py", "**/*.toml", "**/*.yaml", "**/*.txt")
 # float32 numbers of a device; simulated ones share a memory.
 _NUMBERS, _NUMBERS_ON_CPU = 2**26, 2**20
 # The others wait this much longer than the process that finds something wrong, process 0 twice.
@@ -146,7 +148,7 @@ def _facts(config: Config, patience_s: float) -> dict[str, Any]:
 
     def files() -> dict[str, str]:
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-        code = {"source of jaxrl": fingerprint(source, "**/*.py")}
+        code = {"source of jaxrl": fingerprint(source, *SOURCES)}
         return versions | code | program.weight_fingerprints(config)
 
     files_of = in_time(patience_s, "a file of the weights or the packages", files)

@@ -174,7 +174,7 @@ class Slots:
         self._state: DecodeState | None = None
         self._rounds: jax.Array | None = None
         self._top: TopTokens | None = None
-        # A copy of weights on CPU.
+        # A copy of the layers (`Engine.lists_layers`).
         self._for_decoding = None
         self.pages: SlotPages | None = None
         if self.engine.pages is not None:

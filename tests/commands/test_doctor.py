@@ -46,6 +46,13 @@ def test_what_differs_is_named(changes, num_hosts, message):
         check_facts(facts(**changes), num_hosts)
 
 
+def test_the_source_has_the_data_that_runs_read():
+    source = ROOT / "jaxrl"
+    found = {path for pattern in doctor.SOURCES for path in source.glob(pattern)}
+    data = ("mesh/chips.toml", "models/huggingface/architectures.yaml", "answers/units.txt")
+    assert {source / name for name in (*data, "models/shapes.toml", "cli.py")} <= found
+
+
 def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
     path = tmp_path / "model.safetensors"
     contents = [b"a" + bytes(2**21), bytes(2**21) + b"a", bytes(2**21), bytes(2**21 + 1)]
