@@ -225,8 +225,8 @@ BUDGETS = {
     "files": 341,
     "lines of code that trainer/ imports, itself included": 25_180,
     "files that trainer/ imports, itself included": 191,
-    "settings": 186,
-    "functions per 1,000 lines of code": 83,
+    "settings": 187,
+    "functions per 1,000 lines of code": 85,
     "lines of code of tests per 100 of the package": 90,
 }
 MIN_COMMENT_PERCENT = 4.0
