@@ -10,6 +10,7 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 from closeness import assert_close
 from digits import write_problems
@@ -125,6 +126,12 @@ def test_two_processes_train_as_one(two, tmp_path):
     assert program.train(load_config(Config, str(recipe), {}), devices=jax.devices()[:4]) == 0
     for stage in ("sft", "rl"):
         check_equal(folder, tmp_path, stage)
+    # Their trainer's log-probabilities lie in rows of both processes.
+    kept = [path / "runs/tiny/seed0/rollouts/step_1.jsonl" for path in (folder, tmp_path)]
+    for lines in zip(*(path.read_text().splitlines() for path in kept), strict=True):
+        ours, theirs = (json.loads(line)["token_pieces"] for line in lines)
+        assert ours["text"] == theirs["text"]
+        assert_close(*(np.array(x["old_logprob"]) for x in (ours, theirs)), rtol=1e-3, scale=1)
 
 
 @pytest.mark.long
