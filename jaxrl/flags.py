@@ -101,7 +101,9 @@ def settings_of(cls: type[Settings], args: argparse.Namespace) -> Settings:
     Raises:
       UserError: a value is out of its range.
     """
-    return cls(**{name: getattr(args, name) for name in typing.get_type_hints(cls)})
+    fields = typing.get_type_hints(cls)
+    # Without a flag a field has its default.
+    return cls(**{name: value for name, value in vars(args).items() if name in fields})
 
 
 def _literal(text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import ipaddress
 import os
 import pathlib
@@ -94,7 +95,9 @@ def read_flags(argv: Sequence[str], description: str | None, kind: type[Config])
     """The settings on a command line, program name first; ends the program if they are wrong."""
     program, *arguments = argv
     parser = command_parser(program, description)
-    add_flags(parser, kind)
+    # No supervisor starts a server with fewer hosts.
+    of_supervisor = {"fewer", "fewer_after_s"}
+    add_flags(parser, kind, only={f.name for f in dataclasses.fields(kind)} - of_supervisor)
     # `--tinker` is read by the caller, and `--port` must not have a default of its own.
     absent: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("--tinker", action="store_true", help="serve the Tinker API", **absent)
