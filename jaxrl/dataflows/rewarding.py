@@ -323,7 +323,7 @@ class Rewards:
             # Other rewards on one host would make other weights there.
             hosts.check_same(
                 f"the rewards of step {self._timer.step + 1}",
-                [scored.correct_B, scored.reward_B, completions.lengths_B],
+                [scored.correct_B, scored.reward_B, *completions.tokens],
             )
             return Sampled(scored, metrics | of_terms)
 
