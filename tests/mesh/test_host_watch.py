@@ -86,12 +86,22 @@ def watch_of(store, process, ends, *, num_processes=2, **changes):
     return HostWatch(store, process, num_processes, **settings)
 
 
+def wait_for(condition):
+    """Sleeps until it holds. A busy machine may take its time; the silences here bear a second of it."""
+    until_s = time.monotonic() + 30
+    while not condition() and time.monotonic() < until_s:
+        time.sleep(0.05)
+
+
 def test_two_that_live_and_leave_say_nothing(capfd):
     ends = []
     store = Store()
-    with watch_of(store, 0, ends) as one, watch_of(store, 1, ends) as other:
+    with (
+        watch_of(store, 0, ends, lost_after_s=1.5) as one,
+        watch_of(store, 1, ends, lost_after_s=1.5) as other,
+    ):
         one.phase, other.phase = "generate", "update"
-        time.sleep(1.5)
+        time.sleep(3)
     assert ends == [] and capfd.readouterr().err == ""
     states = [json.loads(text)["state"] for text in store.values()]
     assert states == ["left", "left"]
@@ -101,7 +111,7 @@ def test_one_that_falls_silent_ends_the_other(capfd):
     ends = []
     with watch_of(Store(), 1, ends) as watch:
         watch.phase = "step 3, update"
-        time.sleep(2)
+        wait_for(lambda: ends)
     assert ends == [EXIT_TRY_AGAIN]
     error = capfd.readouterr().err
     assert error.startswith("error: process 0 (host unknown, never seen) has given no sign of life")
@@ -114,8 +124,8 @@ def test_process_0_names_the_lost_one_to_all_others(capfd):
     store = Store()
     with contextlib.ExitStack() as stack:
         for i in range(3):
-            stack.enter_context(watch_of(store, i, ends[i], num_processes=4))
-        time.sleep(2)
+            stack.enter_context(watch_of(store, i, ends[i], num_processes=4, lost_after_s=2))
+        wait_for(lambda: all(ends))
     assert ends == [[EXIT_TRY_AGAIN]] * 3
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 3
@@ -165,12 +175,11 @@ def test_a_program_that_breaks_off_is_explained_sooner(kind, waits, capfd):
 
 def test_a_fault_keeps_its_traceback_and_is_told_to_the_other(capfd):
     store, ends, others = Store(), [], []
-    other = watch_of(store, 0, others)
-    with other:
+    with watch_of(store, 0, others, lost_after_s=2):
         with pytest.raises(KeyError), watch_of(store, 1, ends):
             raise KeyError("a fault")
         assert ends == [1]
-        time.sleep(1.5)
+        wait_for(lambda: others)
     assert others == [EXIT_TRY_AGAIN]
     error = capfd.readouterr().err
     assert "KeyError: 'a fault'" in error
