@@ -6,7 +6,8 @@
 Hardware: one accelerator of 80 GB or more (A100, H100, H200, TPU v5p). Compiled ahead of time for a
 TPU, sampling takes 46.7 GB and learning 41.2 (benchmarks/results/2026-11-22-compile_ahead.md). On one H200 a
 step of GRPO in this layout, with 131,000 sampled tokens and random weights, took 11.8 s
-(benchmarks/results/2026-11-26-h200.md). Hours of the whole run: not measured. Score to expect: not run by us, and there is no published score at these lengths.
+(benchmarks/results/2026-11-26-h200.md). Hours of the whole run: not measured. Score to expect: not run by us,
+and there is no published score at these lengths.
 
 Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-1.5B,
 BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024.

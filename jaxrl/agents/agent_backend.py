@@ -71,6 +71,7 @@ class AgentBackend:
         self.inner = inner
         self.mesh, self.dtype, self.weights_dtype = inner.mesh, inner.dtype, inner.weights_dtype
         self.metrics: Mapping[str, float] = {}
+        self.samplers = tuple(range(hosts.num_processes()))
         self._settings = settings
         self._tokenizer = tokenizer
         self._model = ChatModel(tokenizer)

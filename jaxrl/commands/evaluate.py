@@ -266,7 +266,9 @@ def evaluate(
     _say(f"answering {len(prompts)} problems {config.evaluation.num_samples} times")
     grading = Grading(graders)
     try:
-        scored = answered(backend, prompts, options, grading, on_group=_progress(len(prompts)))
+        scored = answered(
+            backend, prompts, options, grading, on_group=_progress(len(prompts), backend.samplers)
+        )
     finally:
         backend.close()
         graders.close()
@@ -336,8 +338,10 @@ def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) 
     return jax.jit(merged, out_shardings=where)(params)
 
 
-def _progress(total: int):
+def _progress(total: int, samplers: tuple[int, ...]):
     """A callback for finished groups that prints how far the evaluation is, every ten seconds."""
+    # Some hosts may sample a part without the others.
+    here = ", of those this host its part" if len(samplers) < hosts.num_processes() else ""
     started_s = said_s = time.monotonic()
     done = tokens = 0
 
@@ -347,7 +351,7 @@ def _progress(total: int):
         now_s = time.monotonic()
         if done == total or now_s - said_s > _PROGRESS_EVERY_S:
             said_s = now_s
-            _say(f"{done} of {total} problems, {tokens / (now_s - started_s):,.0f} tokens/s")
+            _say(f"{done} of {total} problems, {tokens / (now_s - started_s):,.0f} tokens/s{here}")
 
     return add
 

@@ -100,6 +100,8 @@ def engine_config(
         max_response_tokens=rollout.max_response_tokens,
         stop_ids=stop_ids,
         context_tokens=config.longest_sequence if rollout.agent else 0,
+        # Partial rollout stops all slots at the same dispatch; evaluations then use its programs.
+        apart=not rollout.partial,
         keeps_routes=config.train.replay_routes,
     )
 

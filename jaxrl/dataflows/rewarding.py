@@ -178,16 +178,16 @@ class Grading:
 
     def __init__(self, graders: Graders):
         self._graders = graders
-        # Groups finish in the same order on every host, so the hosts agree on this number.
-        self._next_host = 0
         self._failures: collections.Counter[str] = collections.Counter()
 
-    def begin(self, completions: Completions) -> BegunGrading:
-        """Starts grading in the background, on one host. All hosts call it in the same order."""
-        # One host only: two could disagree, as when one of them runs out of time, and their weights would
-        # diverge.
-        mine = hosts.is_turn_of_this(self._next_host)
-        self._next_host += 1
+    def begin(self, completions: Completions, *, mine: bool) -> BegunGrading:
+        """Starts grading in the background.
+
+        Args:
+          completions: the responses.
+          mine: whether this host grades them. One host does only: two could disagree, as when one of them
+            runs out of time, and their weights would diverge.
+        """
         return BegunGrading(
             completions, AskedVerdicts(self._graders, completions) if mine else None
         )
@@ -228,9 +228,16 @@ class Grading:
 
 @dataclasses.dataclass(eq=False)
 class GroupsBeside:
-    """Grades groups while others are still sampled. A sampler calls it with each finished group."""
+    """Grades groups while others are still sampled. A sampler calls it with each finished group.
+
+    Attributes:
+      grading: the graders.
+      samplers: processes that finish the same groups, in the same order; none for all.
+    """
 
     grading: Grading
+    samplers: tuple[int, ...] = ()
+    _next: int = dataclasses.field(default=0, init=False)
     _begun: dict[tuple[str, int], BegunGrading] = dataclasses.field(
         default_factory=dict, init=False
     )
@@ -238,13 +245,17 @@ class GroupsBeside:
     def __call__(self, group: Completions) -> None:
         (key,) = _keys(group)
         assert key not in self._begun, "a batch has each prompt once, by its source and id"
-        self._begun[key] = self.grading.begin(group)
+        mine = hosts.is_turn_of_this(self._next, self.samplers)
+        self._next += 1
+        self._begun[key] = self.grading.begin(group, mine=mine)
 
     def of(self, completions: Completions) -> list[BegunGrading]:
         """The grading of a batch, in the order of its prompts."""
-        keys = _keys(completions)
-        assert self._begun.keys() >= set(keys), "a backend hands out every group that it finishes"
-        return [self._begun[key] for key in keys]
+        for n, key in enumerate(_keys(completions)):
+            if key not in self._begun:
+                # Sampled by other processes.
+                self._begun[key] = self.grading.begin(completions.take([n]), mine=False)
+        return [self._begun[key] for key in _keys(completions)]
 
     def forget(self, completions: Completions) -> None:
         for key in _keys(completions):
@@ -281,9 +292,9 @@ class Rewards:
         """Names of the terms of a score, in the order of `Scored.term_BK`."""
         return ("grader", *(term.name for term in self._terms))
 
-    def beside(self) -> GroupsBeside:
-        """A callback that grades the groups of the next batch as they finish."""
-        return GroupsBeside(self._grading)
+    def beside(self, samplers: tuple[int, ...] = ()) -> GroupsBeside:
+        """A callback that grades the groups of the next batch as they finish; see `GroupsBeside`."""
+        return GroupsBeside(self._grading, samplers)
 
     def graded(self, begun: Sequence[BegunGrading]) -> Scored:
         """Responses scored by grader and overlong punishment, without the other terms. Collective."""
@@ -306,7 +317,10 @@ class Rewards:
             if beside is None:
                 groups = range(len(completions.prompts))
                 # Group by group, so that the hosts share the work.
-                begun = [self._grading.begin(completions.take([n])) for n in groups]
+                begun = [
+                    self._grading.begin(completions.take([n]), mine=hosts.is_turn_of_this(n))
+                    for n in groups
+                ]
             else:
                 begun = beside.of(completions)
             others: list[Term] = []

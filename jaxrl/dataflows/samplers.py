@@ -145,7 +145,8 @@ class Sampling:
     rewards: Rewards
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        batch, beside = next(prompts), self.rewards.beside()
+        batch = next(prompts)
+        beside = self.rewards.beside(self.generation.actor.backend.samplers)
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
             # With other prompts a process would dispatch other programs, and all would hang.
             check_same_prompts(batch, self.generation.timer.step)
@@ -175,7 +176,7 @@ class GreedySampling:
     rewards: Rewards
 
     def __call__(self, prompts: Prompts) -> Sampled:
-        beside = self.rewards.beside()
+        beside = self.rewards.beside(self.generation.actor.backend.samplers)
         with self.generation.timer.phase("gen_max", shown="generate"):
             completions = self.generation.generate(prompts, beside, num_samples=1, temperature=0.0)
         return self.rewards(completions, beside)

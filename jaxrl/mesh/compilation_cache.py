@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl.files import cache_root
 from jaxrl.mesh.pools import Pool
+from jaxrl.mesh.replica_groups import replica_groups
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,14 @@ def keep_compiled_programs() -> pathlib.Path | None:
 
 
 def keep_programs_of(pools: Sequence[Pool]) -> None:
-    """Lets the first process of each pool write what it compiles: JAX writes in process 0 alone."""
+    """Lets the first process of each pool write what it compiles: JAX writes in process 0 alone.
+
+    So does the first of each group that samples without others.
+    """
     firsts = {min(device.process_index for device in pool.devices) for pool in pools}
+    for mesh in {pool.mesh_of(role) for pool in pools for role in pool.roles}:
+        if (groups := replica_groups(mesh)) is not None:
+            firsts |= {processes[0] for processes in groups.processes}
     state, write, own = distributed.global_state, compiler._cache_write, jax.process_index()
     if own == 0 or own not in firsts:
         return

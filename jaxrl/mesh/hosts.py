@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -212,13 +212,15 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def is_turn_of_this(turn: int) -> bool:
+def is_turn_of_this(turn: int, processes: Sequence[int] = ()) -> bool:
     """Whether this process does the given piece of work, if processes take turns.
 
     Args:
-      turn: number of the piece, from 0, the same on every process.
+      turn: number of the piece, from 0, the same on each of them.
+      processes: the processes, of which this is one; none for all.
     """
-    return turn % num_processes() == jax.process_index()
+    processes = processes or range(num_processes())
+    return processes[turn % len(processes)] == jax.process_index()
 
 
 def fetch(tree: Any, *, everywhere: bool = True) -> Any:

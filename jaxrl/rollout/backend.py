@@ -47,12 +47,14 @@ class RolloutBackend(Protocol):
       dtype: data type of the weights.
       weights_dtype: 8-bit type of the weights of projections, see `weight_types`; "" if it is `dtype`.
       metrics: metrics of the last call of `generate` or `resume`, by name; may be empty.
+      samplers: the processes that sample the same prompts as this one in `generate`; in `resume` all do.
     """
 
     mesh: Mesh
     dtype: Any
     weights_dtype: str
     metrics: Mapping[str, float]
+    samplers: tuple[int, ...]
 
     def load(self, params: Params) -> None:
         """Takes weights in the generation layout and drops any earlier ones."""
@@ -76,7 +78,7 @@ class RolloutBackend(Protocol):
           prompts: N prompts.
           options: sampling options, without a budget.
           on_group: function called with each finished group, on this thread and in the same order on every
-            process. Its result is ignored.
+            process of `samplers`. Its result is ignored.
           expected_tokens_N: expected response length of each prompt, for example from earlier steps. The
             longest start first. None uses the lengths of the prompts.
 
@@ -108,7 +110,7 @@ class RolloutBackend(Protocol):
             same dispatches and with the same numbers on every process. None draws no further prompts.
           unfinished: unfinished groups of an earlier call. They start before all others, the group with the
             oldest tokens first.
-          on_group: as in `generate`, but sampling stops once it returns True.
+          on_group: as in `generate`, but on every process, and sampling stops once it returns True.
 
         Returns:
           The finished and the unfinished groups.

@@ -6,7 +6,8 @@ responses first. `resume` also draws prompts as slots fall free, so that all slo
 just finished are handed out. `live` decodes requests that arrive while it runs.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
-all processes take the same decisions.
+all processes take the same decisions. In `generate` each group of processes that holds whole replicas decides
+for its own part of the prompts (`mesh.replica_groups`), and afterwards all get all samples.
 
 N prompts   G samples of each   B = N * G
 """
@@ -18,13 +19,21 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.mesh import hosts
+from jaxrl.mesh.replica_groups import ReplicaGroups
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions
+from jaxrl.rollout.backend import (
+    DecodeTexts,
+    More,
+    OnGroup,
+    SamplingOptions,
+    expected_or_prompt_lengths,
+)
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveLoop
-from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups, exchange_samples
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
@@ -35,7 +44,7 @@ class EngineBackend:
     """An engine with its weights. Base class of all backends that use our engine.
 
     Attributes:
-      mesh, dtype, weights_dtype, metrics: see `RolloutBackend`.
+      mesh, dtype, weights_dtype, metrics, samplers: see `RolloutBackend`.
     """
 
     def __init__(self, engine: Engine, decode_texts: DecodeTexts):
@@ -44,6 +53,7 @@ class EngineBackend:
         self.mesh, self.dtype = engine.mesh, jnp.dtype(engine.config.dtype)
         self.weights_dtype: str = engine.config.weights_dtype
         self.metrics: Mapping[str, float] = {}
+        self.samplers = tuple(range(hosts.num_processes()))
         self._decode_texts = decode_texts
         # A function and no method, which would keep the weights until Python's cycle collection.
         self._decode_text = lambda tokens: "".join(decode_texts([tokens]))
@@ -77,8 +87,23 @@ class OfflineBackend(EngineBackend):
     With `speculate` its metrics are the tokens that a round keeps, and the fraction decoded in rounds.
     """
 
-    def __init__(self, engine: Engine, decode_texts: DecodeTexts):
+    def __init__(
+        self,
+        engine: Engine,
+        decode_texts: DecodeTexts,
+        groups: ReplicaGroups | None = None,
+        own: Engine | None = None,
+    ):
+        """Args.
+
+        engine, decode_texts: those of `EngineBackend`.
+        groups: groups of processes that sample a batch without each other; None if all sample together.
+        own: engine of this process's group, if it is in one.
+        """
         super().__init__(engine, decode_texts)
+        self._groups, self._own = groups, own
+        if groups is not None:
+            self.samplers = groups.processes[groups.own] if own is not None else ()
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
         # Sampling that outlives a call.
@@ -99,9 +124,16 @@ class OfflineBackend(EngineBackend):
             if on_group is not None:
                 on_group(group)
 
-        running = self._start(options)
-        running.add(prompts, expected_tokens_N)
+        if self._groups is None:
+            running = self._start(options)
+            running.add(prompts, expected_tokens_N)
+            self._sample(running, goes_on)
+            return running.groups.rollout().completions
+        running, each = self._start(options, apart=True), self._groups
+        group_N = each.share_out(expected_or_prompt_lengths(prompts, expected_tokens_N))
+        running.add(prompts, expected_tokens_N, starts_N=group_N == each.own)
         self._sample(running, goes_on)
+        exchange_samples(each, running.groups, group_N, version=options.step)
         return running.groups.rollout().completions
 
     def resume(
@@ -158,12 +190,23 @@ class OfflineBackend(EngineBackend):
         return super().unload()
 
     def _start(
-        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+        self,
+        options: SamplingOptions,
+        unfinished: UnfinishedGroups | None = None,
+        *,
+        apart: bool = False,
     ) -> GroupLoop:
         if self._lasting is not None:
             # Both would have slots on the same devices.
             self._lasting.pause()
-        return self._grouped(SampleGroups(options, self._decode_texts, unfinished), options)
+        loop = None
+        if apart and self._own is not None:
+            assert self._groups is not None, "its engine is that of a group"
+            params = self._groups.view(self.params)
+            loop = DecodeLoop(
+                self._own, params, self._stops, version=options.step, texts=self._texts
+            )
+        return self._grouped(SampleGroups(options, self._decode_texts, unfinished), options, loop)
 
     def _grouped(
         self, groups: SampleGroups, options: SamplingOptions, loop: DecodeLoop | None = None

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.replica_groups import replica_groups
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import DecodeTexts, RolloutBackend
@@ -50,7 +51,19 @@ SEVERAL_PROCESSES = "hosts.num_processes above 1"
 def _offline(
     model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
 ) -> RolloutBackend:
-    return OfflineBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_texts)
+    graph = decoder_graph(model)[0]
+    engine = Engine(model, graph, mesh, config)
+    groups = replica_groups(mesh) if config.apart else None
+    if groups is None or groups.own < 0:
+        return OfflineBackend(engine, decode_texts, groups)
+    here = groups.meshes[groups.own]
+    totals = ("slots", "cache_tokens", "prefill_prompts")
+    own = {name: getattr(config, name) * here.size // mesh.size for name in totals}
+    own["prefill_prompts"] = max(1, own["prefill_prompts"])
+    sizes = dataclasses.replace(config, **own)
+    return OfflineBackend(
+        engine, decode_texts, groups, Engine(model, graph, here, sizes, apart=True)
+    )
 
 
 def _named(path: str) -> Build:

@@ -48,6 +48,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.handover import put
 from jaxrl.mesh.hardware import chip_of
+from jaxrl.mesh.hosts import fetch
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
@@ -93,6 +94,7 @@ class Engine:
       layout: sharding of the slots.
       pages: sizes of a paged cache; None if the cache is contiguous.
       num_drafted: number of tokens that `speculate` drafts in a round; 0 if decoding does not speculate.
+      apart: whether the other processes of the run do not take part.
       lists_layers: whether `for_decoding` makes a list of layers in place of their stack.
       slot_sizes: numbers of slots of a state, ascending multiples of `shards`.
       batch_sizes: numbers of sequences of a prefix, ascending multiples of `shards`.
@@ -100,13 +102,23 @@ class Engine:
       prefix_sizes, cache_sizes: capacities of a prefix and of a state, ascending.
     """
 
-    def __init__(self, model: ModelConfig, graph: nnx.GraphDef, mesh: Mesh, config: EngineConfig):
+    def __init__(
+        self,
+        model: ModelConfig,
+        graph: nnx.GraphDef,
+        mesh: Mesh,
+        config: EngineConfig,
+        *,
+        apart: bool = False,
+    ):
         """Prepares the programs; nothing is compiled yet.
 
         Args:
           model, graph: configuration and graph of the model.
           mesh: devices, laid out for generation.
           config: sizes and data types.
+          apart: whether the processes that have none of the devices do not take part. Otherwise they make the
+            same calls, and get the same results.
 
         Raises:
           UserError: a stop id is not in the model's vocabulary, texts are too long for the model, or
@@ -133,6 +145,7 @@ class Engine:
         self.model = model
         self.config = config
         self.mesh = mesh
+        self.apart = apart
         self.shards = shards_of("batch", GENERATE_RULES, mesh)
         self.pages = page_sizes(
             config,
@@ -217,6 +230,10 @@ class Engine:
         self.reuse = jax.jit(slots.reuse)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
+
+    def fetch(self, results: Any) -> Any:
+        """Results of the programs as host arrays."""
+        return fetch(results, everywhere=not self.apart)
 
     def for_decoding(self, params: Params) -> Params:
         """The weights as `generate` and `speculate` read them fastest."""

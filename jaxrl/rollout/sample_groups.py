@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.replica_groups import ReplicaGroups
 from jaxrl.rollout.backend import (
     DecodeTexts,
     More,
@@ -175,12 +176,25 @@ class GroupLoop:
         samples = [sample for group in groups.values() for sample in group if not sample.finished]
         self._start(sorted(samples, key=lambda s: (oldest[s.prompt], -len(s))))
 
-    def add(self, prompts: Prompts, expected_tokens_N: np.ndarray | None = None) -> None:
-        """Starts a group for each prompt, those with the longest expected responses first."""
+    def add(
+        self,
+        prompts: Prompts,
+        expected_tokens_N: np.ndarray | None = None,
+        *,
+        starts_N: np.ndarray | None = None,
+    ) -> None:
+        """Adds a group for each prompt and starts it, those with the longest expected responses first.
+
+        Args:
+          prompts, expected_tokens_N: as in `RolloutBackend.generate`.
+          starts_N: bool, whether a group starts here; None starts all.
+        """
         check_lengths(prompts, self._longest_prompt)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         new = self.groups.add(prompts, step=self.options.step)
         order = sorted(new, key=lambda n: -expected_N[n - new.start])
+        if starts_N is not None:
+            order = [n for n in order if starts_N[n - new.start]]
         self._start(sample for n in order for sample in self.groups.samples[n])
 
     def draw(self, more: More | None) -> bool:
@@ -226,3 +240,50 @@ class GroupLoop:
             self._started.setdefault(sample.prompt, []).append(sample)
         self._num_unfinished += len(requested)
         self.loop.add(requested)
+
+
+def exchange_samples(
+    groups: ReplicaGroups, samples: SampleGroups, group_N: np.ndarray, *, version: int
+) -> None:
+    """Gives every process the samples of all. Collective.
+
+    Args:
+      groups: the groups of processes.
+      samples: N groups of samples; those that this process has sampled are finished, all others are empty.
+      group_N: int, the group of processes that has sampled each.
+      version: version of the weights that have sampled.
+    """
+    of_group = [
+        [sample for n in np.flatnonzero(group_N == g).tolist() for sample in samples.samples[n]]
+        for g in range(len(groups.processes))
+    ]
+    own = of_group[groups.own] if groups.own >= 0 else []
+    # In this order: length, or its complement if truncated; what routes there are; tokens, log-probabilities
+    # and entropies of all samples; their routes.
+    lengths = np.array([~len(s) if s.truncated else len(s) for s in own], np.int32)
+    of_tokens = [
+        getattr(s, name).view(np.int32) for name in ("tokens", "logprob", "entropy") for s in own
+    ]
+    routes = [s.routes for s in own if s.routes is not None]
+    shape = np.array(routes[0].shape[1:] if routes else (0, 0), np.int32)
+    flat = np.concatenate([np.zeros(0, np.int16), *(r.reshape(-1) for r in routes)])
+    flat = np.append(flat, np.zeros(len(flat) % 2, np.int16))
+    found = groups.gather(np.concatenate([lengths, shape, *of_tokens, flat.view(np.int32)]))
+    for g, content in enumerate(found):
+        if g == groups.own:
+            continue
+        length_B, shape, rest = np.split(content, [len(of_group[g]), len(of_group[g]) + 2])
+        ends = np.cumsum(np.where(length_B < 0, ~length_B, length_B))
+        total = int(ends[-1]) if len(ends) else 0
+        token, logprob, entropy, flat = np.split(rest, [total, 2 * total, 3 * total])
+        fields = (token, logprob.view(np.float32), entropy.view(np.float32))
+        parts = zip(*(np.split(field, ends[:-1]) for field in fields), strict=True)
+        flat, taken = flat.view(np.int16), 0
+        for sample, length, part in zip(of_group[g], length_B, parts, strict=True):
+            sample.add_decoded(part[0], part[1], part[2], version)
+            sample.finished, sample.truncated = True, bool(length < 0)
+            if shape.any():
+                rows = len(samples.prompts[sample.prompt].tokens[0]) + len(sample) - 1
+                size = rows * int(shape.prod())
+                sample.routes = flat[taken : taken + size].reshape(rows, *shape)
+                taken += size

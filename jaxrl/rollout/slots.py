@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.mesh.hosts import fetch
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import (
@@ -335,7 +334,7 @@ class Slots:
 
     def top(self) -> TopTokens:
         """The most probable tokens of the last `generate_edited`, on the host."""
-        return fetch(self._top)
+        return self.engine.fetch(self._top)
 
     def speculate(self, rows: Rows, reference_mS: np.ndarray, least_active: int) -> None:
         """Starts to decode up to W tokens in the slots of `rows`; `decoded` waits for them.
@@ -363,18 +362,19 @@ class Slots:
         for P, slot_of in self._batches({slot: slot // per_shard for slot in slots}):
             slot_m = np.full(P, -1, np.int32)
             slot_m[list(slot_of)] = [slot % per_shard for slot in slot_of.values()]
-            routes = fetch(self.engine.routes(state, *host_inputs(self.engine.mesh, slot_m)))
+            given = host_inputs(self.engine.mesh, slot_m)
+            routes = self.engine.fetch(self.engine.routes(state, *given))
             found |= {slot: routes[row].swapaxes(0, 1) for row, slot in slot_of.items()}
         return found
 
     def rounds(self) -> int:
         """The number of rounds of all rows in the last `speculate`."""
-        return int(fetch(self._rounds))
+        return int(self.engine.fetch(self._rounds))
 
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
         state = self._taken_state()
         # The state is out meanwhile: a device that has failed fails here, and nobody must use its slots.
-        fetched = fetch((state.active, state.decoded))
+        fetched = self.engine.fetch((state.active, state.decoded))
         self._state = state
         return fetched

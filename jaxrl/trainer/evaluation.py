@@ -42,9 +42,10 @@ def answered(
       prompts: the prompts.
       options: sampling options.
       grading: the graders on all hosts.
-      on_group: called with the answers to each problem when they are finished.
+      on_group: called with the answers to each problem that this process samples, when they are finished.
     """
-    beside = GroupsBeside(grading)
+    backend = sampler.backend if isinstance(sampler, Actor) else sampler
+    beside = GroupsBeside(grading, backend.samplers)
 
     def take(group: Completions) -> None:
         beside(group)

@@ -1,0 +1,158 @@
+"""The processes that hold whole replicas of the generation layout together, and what they exchange.
+
+Example: four processes of four devices each.
+
+    devices of a replica    replicas of each group      groups
+    2 (t_g = 2)             0 1 | 2 3 | 4 5 | 6 7       {0} {1} {2} {3}
+    8 (t_g = 8)             0       | 1                 {0, 1} {2, 3}
+
+Replicas need nothing of each other to sample. So each group runs programs of its own, on a mesh of its own
+replicas, and no process waits for another group or plans its work. Afterwards all exchange what they have
+sampled, over the devices.
+
+    D devices, those of a group together   C values of a device
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.mesh.handover import put
+from jaxrl.mesh.hosts import fetch
+from jaxrl.mesh.rules import GENERATE_RULES
+
+# Axes along which the generation layout splits weights; along all others it copies them.
+_OF_WEIGHTS = {
+    axis
+    for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab")
+    for axis in GENERATE_RULES[name]
+}
+# Values that all devices together send at once: a device receives as many, 64 MiB.
+_MOST_SENT = 2**24
+
+
+def _process_of(device: Any) -> int:
+    return device.process_index
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaGroups:
+    """The groups of a mesh.
+
+    Attributes:
+      processes: processes of each group.
+      meshes: mesh of each group, with the axes of the whole mesh.
+      own: number of the group of this process; -1 if it has no device of the mesh.
+    """
+
+    processes: tuple[tuple[int, ...], ...]
+    meshes: tuple[Mesh, ...]
+    own: int
+
+    def view(self, weights: Any) -> Any:
+        """Weights in the generation layout of the whole mesh as arrays on the own mesh, without copies."""
+
+        def on_own(leaf: Any) -> jax.Array:
+            sharding = NamedSharding(self.meshes[self.own], leaf.sharding.spec)
+            parts = [shard.data for shard in leaf.addressable_shards]
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+        return jax.tree.map(on_own, weights)
+
+    def share_out(self, work_N: np.ndarray) -> np.ndarray:
+        """The group that does each of N pieces of work, int [N]; devices get about equally much.
+
+        Args:
+          work_N: amount of work of each piece, not negative.
+        """
+        # The largest piece goes where there is least work so far, and of equal ones to the fewest pieces.
+        loads = [(0.0, 0.0, g) for g in range(len(self.meshes))]
+        group_N = np.zeros(len(work_N), int)
+        for n in np.argsort(-work_N, kind="stable").tolist():
+            work, pieces, g = heapq.heappop(loads)
+            group_N[n] = g
+            of_device = 1 / self.meshes[g].size
+            heapq.heappush(loads, (work + float(work_N[n]) * of_device, pieces + of_device, g))
+        return group_N
+
+    def gather(self, content: np.ndarray) -> list[np.ndarray]:
+        """The content of each group, int32, on every process. Collective.
+
+        Args:
+          content: int32, one-dimensional, of any length; equal in all processes of a group.
+        """
+        num_devices = np.array([mesh.size for mesh in self.meshes])
+        ends = np.cumsum(num_devices)
+        firsts = ends - num_devices
+        here = slice(firsts[self.own], ends[self.own]) if self.own >= 0 else slice(0)
+        sizes_D1 = np.zeros((ends[-1], 1), np.int32)
+        sizes_D1[here] = len(content)
+        sizes = self._replicated(sizes_D1)[firsts, 0]
+        C = int((-(-sizes // num_devices)).max())
+        # Few different sizes, because each is a program.
+        step = min(max(1, _MOST_SENT // int(ends[-1])), 1 << C.bit_length())
+        parts = [np.zeros((ends[-1], 0), np.int32)]
+        for start in range(0, C, step):
+            part_DC = np.zeros((ends[-1], step), np.int32)
+            for d in range(here.start or 0, here.stop):
+                first = (d - here.start) * C
+                values = content[first + start : first + min(start + step, C)]
+                part_DC[d, : len(values)] = values
+            parts.append(self._replicated(part_DC)[:, : C - start])
+        all_DC = np.concatenate(parts, axis=1)
+        each = zip(firsts, ends, sizes, strict=True)
+        return [all_DC[first:end].reshape(-1)[:size] for first, end, size in each]
+
+    def _replicated(self, value_DC: np.ndarray) -> np.ndarray:
+        devices = np.array([device for mesh in self.meshes for device in mesh.devices.flat])
+        return fetch(put(value_DC, NamedSharding(Mesh(devices, "all"), P("all"))))
+
+
+def replica_groups(
+    mesh: Mesh | AbstractMesh, process_of: Callable[[Any], int] = _process_of
+) -> ReplicaGroups | None:
+    """The groups of a mesh, those of the first processes first; None if there is only one, or no devices.
+
+    Args:
+      mesh: devices, laid out for generation.
+      process_of: function from a device to its process; replaced in tests.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return None
+    names = mesh.axis_names
+    of_weights = [i for i, name in enumerate(names) if name in _OF_WEIGHTS]
+    others = [i for i, name in enumerate(names) if name not in _OF_WEIGHTS]
+    grid = mesh.devices.transpose(*others, *of_weights)
+    replicas = grid.reshape(-1, *grid.shape[len(others) :])
+    # Replicas on a common process are of one group.
+    groups: list[tuple[set[int], list[int]]] = []
+    for r, replica in enumerate(replicas):
+        processes, members = {process_of(device) for device in replica.flat}, [r]
+        for group in [group for group in groups if group[0] & processes]:
+            groups.remove(group)
+            processes |= group[0]
+            members = group[1] + members
+        groups.append((processes, members))
+    if len(groups) == 1:
+        return None
+    groups.sort(key=lambda group: min(group[0]))
+    # All replicas lie along one axis.
+    sizes = [
+        replicas.shape[1 + of_weights.index(i)] if i in of_weights else 1 for i in range(len(names))
+    ]
+    meshes = []
+    for _, members in groups:
+        sizes[others[0]] = len(members)
+        of_group = np.moveaxis(replicas[members], 0, sum(i < others[0] for i in of_weights))
+        meshes.append(Mesh(of_group.reshape(sizes), names, axis_types=mesh.axis_types))
+    processes = tuple(tuple(sorted(group[0])) for group in groups)
+    own = next((g for g, each in enumerate(processes) if jax.process_index() in each), -1)
+    return ReplicaGroups(processes, tuple(meshes), own)
