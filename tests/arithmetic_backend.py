@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -36,7 +37,7 @@ class ArithmeticBackend:
     Token t of a response has the log-probability -1 / (t + 1) and entropy 1.
 
     Attributes:
-      mesh, dtype, weights_dtype, metrics: see `RolloutBackend`; there are no metrics.
+      mesh, dtype, weights_dtype, metrics, samplers: see `RolloutBackend`; there are no metrics.
       weights: weights that `load` received; None before.
     """
 
@@ -56,6 +57,7 @@ class ArithmeticBackend:
         self.mesh = mesh
         self.dtype, self.weights_dtype = np.dtype(config.dtype), config.weights_dtype
         self.metrics: Mapping[str, float] = {}
+        self.samplers = tuple(range(jax.process_count()))
         self.weights: Params | None = None
         self._config = config
         self._decode_texts = decode_texts

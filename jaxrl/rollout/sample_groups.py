@@ -270,12 +270,11 @@ def exchange_samples(
     flat = np.append(flat, np.zeros(len(flat) % 2, np.int16))
     found = groups.gather(np.concatenate([lengths, shape, *of_tokens, flat.view(np.int32)]))
     for g, content in enumerate(found):
-        if g == groups.own:
+        if g == groups.own or not of_group[g]:
             continue
         length_B, shape, rest = np.split(content, [len(of_group[g]), len(of_group[g]) + 2])
         ends = np.cumsum(np.where(length_B < 0, ~length_B, length_B))
-        total = int(ends[-1]) if len(ends) else 0
-        token, logprob, entropy, flat = np.split(rest, [total, 2 * total, 3 * total])
+        token, logprob, entropy, flat = np.split(rest, ends[-1] * np.arange(1, 4))
         fields = (token, logprob.view(np.float32), entropy.view(np.float32))
         parts = zip(*(np.split(field, ends[:-1]) for field in fields), strict=True)
         flat, taken = flat.view(np.int16), 0

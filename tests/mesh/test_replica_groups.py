@@ -1,0 +1,164 @@
+"""Processes that hold whole replicas together: which ones, what each does, and what they exchange."""
+
+import os
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+from processes import free_port, started
+
+from jaxrl.mesh.replica_groups import ReplicaGroups, replica_groups
+from jaxrl.mesh.rules import GENERATE_RULES, shards_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("train", "generate", "processes", "devices"),
+    [
+        ("1-1-8", "", [(0,), (1,), (2,), (3,)], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        # A replica is a pair of neighbours.
+        ("1-2-4", "", [(0,), (1,), (2,), (3,)], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        # A replica is four devices, on two processes.
+        ("1-4-2", "", [(0, 1), (2, 3)], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("2-2-2", "", [(0, 1), (2, 3)], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        # Zero redundancy: every second device of four, so that each replica is on both of two processes.
+        ("1-4-2", "1-2-2-2", [(0, 1), (2, 3)], [[0, 2, 1, 3], [4, 6, 5, 7]]),
+    ],
+)
+def test_groups_have_whole_replicas_on_processes_of_their_own(train, generate, processes, devices):
+    """Eight devices of four processes, which have two each."""
+    mesh = mesh_of(train, generate)
+    groups = replica_groups(mesh, lambda device: device.id // 2)
+    assert groups is not None
+    assert list(groups.processes) == processes
+    assert [[d.id for d in each.devices.flat] for each in groups.meshes] == devices
+    for each in groups.meshes:
+        assert each.axis_names == mesh.axis_names
+        of_all = shards_of("batch", GENERATE_RULES, mesh)
+        assert shards_of("batch", GENERATE_RULES, each) * len(processes) == of_all
+
+
+@pytest.mark.parametrize(("train", "of_process"), [("1-8-1", 2), ("1-1-8", 8), ("1-2-4", 5)])
+def test_one_group_is_none(train, of_process):
+    """One replica, one process, or processes that share replicas with their neighbours."""
+    assert replica_groups(mesh_of(train), lambda device: device.id // of_process) is None
+
+
+def test_a_view_of_the_weights_has_no_copies():
+    # To this process all devices are its own, and it has those of the first group.
+    mesh, own = mesh_of("1-2-2"), mesh_of("1-2-1")
+    weights = jax.device_put(np.arange(12.0).reshape(6, 2), NamedSharding(mesh, P("tensor_gen")))
+    shards = [s for s in weights.addressable_shards if s.device in own.devices.flat]
+    assert len(shards) == 2
+    groups = ReplicaGroups(((0,), (1,)), (own, mesh_of("1-2-1", first=2)), 0)
+
+    class OfGroup:
+        shape, sharding, addressable_shards = weights.shape, weights.sharding, shards
+
+    view = groups.view({"w": OfGroup()})["w"]
+    np.testing.assert_array_equal(view, weights)
+    assert view.sharding.is_equivalent_to(NamedSharding(own, P("tensor_gen")), 2)
+    places = [s.data.unsafe_buffer_pointer() for s in view.addressable_shards]
+    assert places == [s.data.unsafe_buffer_pointer() for s in shards]
+
+
+def groups_of(*sizes: int) -> ReplicaGroups:
+    firsts = np.cumsum([0, *sizes])
+    meshes = (mesh_of(f"1-1-{n}", first=int(a)) for n, a in zip(sizes, firsts, strict=False))
+    return ReplicaGroups(tuple((i,) for i in range(len(sizes))), tuple(meshes), 0)
+
+
+def test_work_is_shared_out_by_hand():
+    """9 to group 0, 7 to group 1, 6 to it too (7 < 9), 5 to group 0, 4 to group 1 (13 < 14), 1 to 0."""
+    work = np.array([5.0, 9, 6, 7, 1, 4])
+    assert groups_of(1, 1).share_out(work).tolist() == [0, 0, 1, 1, 0, 1]
+    # Pieces of equal or unknown length are dealt out evenly; two devices do twice as many.
+    assert groups_of(1, 1).share_out(np.zeros(4)).tolist() == [0, 1, 0, 1]
+    assert np.bincount(groups_of(2, 1).share_out(np.ones(9))).tolist() == [6, 3]
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 4))
+def test_no_group_has_more_than_the_mean_and_a_piece(work, num_groups):
+    group_N = groups_of(*[1] * num_groups).share_out(np.array(work, float))
+    loads = np.bincount(group_N, weights=work, minlength=num_groups)
+    assert loads.sum() == sum(work)
+    assert loads.max() <= sum(work) / num_groups + max(work)
+
+
+# Six and eight devices of four processes. In the first mesh process 3 has none, and samples nothing.
+PROGRAM = r"""
+import sys
+
+from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import simulate
+import numpy as np
+
+simulate(8, processes=4)
+hosts.start(hosts.HostsConfig(coordinator=sys.argv[1], num_processes=4, process_id=int(sys.argv[2])))
+
+from jaxrl.mesh import replica_groups as module
+from jaxrl.rollout.sample_groups import SampleGroups, exchange_samples
+from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.types import Prompts
+from meshes import mesh_of
+
+# Small ones, so that several are sent one after another.
+module._MOST_SENT = 64
+
+def sampled(sample, keeps_routes):
+    random = np.random.default_rng([sample.prompt, sample.index])
+    size = 0 if sample.prompt == 1 else int(random.integers(1, 40))
+    sample.add_decoded(
+        random.integers(0, 2**31 - 1, size).astype(np.int32),
+        random.normal(size=size).astype(np.float32), random.normal(size=size).astype(np.float32), 7,
+    )
+    sample.finished, sample.truncated = True, bool(random.integers(2))
+    if keeps_routes:
+        length = len(prompts.tokens[sample.prompt]) + size - 1
+        sample.routes = random.integers(0, 99, (length, 3, 1)).astype(np.int16)
+
+prompts = Prompts(
+    ids_N=np.arange(5), tokens=tuple(np.ones(n + 2, np.int32) for n in range(5)),
+    texts=("",) * 5, answers=("",) * 5, sources=("",) * 5, extras=({},) * 5,
+)
+for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
+    groups = module.replica_groups(mesh_of(layout))
+    assert len(groups.processes) == num_groups
+    # The last group has sampled nothing.
+    group_N = np.array([0, 1, 0, 0, 1]) if num_groups == 3 else np.zeros(5, int)
+    for keeps_routes in (False, True):
+        ours, expected = (
+            SampleGroups(SamplingOptions(num_samples=2, seed=0, step=7, temperature=1.0), list) for _ in range(2)
+        )
+        for each in (ours, expected):
+            for n in each.add(prompts):
+                for sample in each.samples[n]:
+                    if each is expected or group_N[n] == groups.own:
+                        sampled(sample, keeps_routes)
+        exchange_samples(groups, ours, group_N, version=7)
+        for n in range(5):
+            for a, b in zip(ours.samples[n], expected.samples[n], strict=True):
+                for name in ("tokens", "logprob", "entropy", "version", "routes"):
+                    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+                assert (a.finished, a.truncated) == (True, b.truncated)
+print("equal", groups.own)
+"""
+
+
+@pytest.mark.long
+def test_all_processes_get_all_samples():
+    address = f"localhost:{free_port()}"
+    commands = [[sys.executable, "-c", PROGRAM, address, str(i)] for i in range(4)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    with started(commands, cwd=ROOT, env=env) as processes:
+        told = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, told[0][1][-3000:]
+    assert [out.split()[-2:] for out, _ in told] == [["equal", g] for g in "0011"]
