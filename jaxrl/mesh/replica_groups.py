@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.handover import put
-from jaxrl.mesh.hosts import fetch
+from jaxrl.mesh.hosts import fetch, gather
 from jaxrl.mesh.rules import GENERATE_RULES
 
 # Axes along which the generation layout splits weights; along all others it copies them.
@@ -92,20 +92,18 @@ class ReplicaGroups:
         num_devices = np.array([mesh.size for mesh in self.meshes])
         ends = np.cumsum(num_devices)
         firsts = ends - num_devices
-        here = slice(firsts[self.own], ends[self.own]) if self.own >= 0 else slice(0)
-        sizes_D1 = np.zeros((ends[-1], 1), np.int32)
-        sizes_D1[here] = len(content)
-        sizes = self._replicated(sizes_D1)[firsts, 0]
+        # Through the hosts: a program on the devices would not wait for those that still sample.
+        size_of_process = gather(lambda: len(content))
+        sizes = np.array([size_of_process[processes[0]] for processes in self.processes])
         C = int((-(-sizes // num_devices)).max())
         # Few different sizes, because each is a program.
         step = min(max(1, _MOST_SENT // int(ends[-1])), 1 << C.bit_length())
         parts = [np.zeros((ends[-1], 0), np.int32)]
         for start in range(0, C, step):
             part_DC = np.zeros((ends[-1], step), np.int32)
-            for d in range(here.start or 0, here.stop):
-                first = (d - here.start) * C
-                values = content[first + start : first + min(start + step, C)]
-                part_DC[d, : len(values)] = values
+            for d in range(num_devices[self.own] if self.own >= 0 else 0):
+                values = content[d * C + start : d * C + min(start + step, C)]
+                part_DC[firsts[self.own] + d, : len(values)] = values
             parts.append(self._replicated(part_DC)[:, : C - start])
         all_DC = np.concatenate(parts, axis=1)
         each = zip(firsts, ends, sizes, strict=True)
