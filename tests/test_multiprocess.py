@@ -155,6 +155,26 @@ def test_pools_hand_weights_over_between_processes(tmp_path):
     assert len(received) == 1
 
 
+@pytest.mark.slow
+def test_each_sampling_process_samples_a_part_for_a_learner_apart(tmp_path):
+    """Process 0 learns; 1 and 2 have a replica of two devices each, and sample without each other."""
+    pools = {
+        "learn": {"roles": ("actor",), "train": "1-1-2", "generate": "", "fsdp": 2},
+        "sample": {"roles": ("rollout",), "train": "1-2-2", "generate": "", "fsdp": 1},
+    }
+    settings = {"placement": pools, "hosts.pools_apart": True, "sft.num_steps": 0}
+    one, two = tmp_path / "one", tmp_path / "two"
+    recipes = []
+    for folder in (one, two):
+        folder.mkdir()
+        recipes.append(write_recipe(folder, **settings))
+    with start([recipes[1]] * 3, "--config.mesh.simulated_devices=6") as processes:
+        finish(processes)
+    config = load_config(Config, str(recipes[0]), {})
+    assert program.train(config, devices=jax.devices()[:6]) == 0
+    check_equal(two, one, "rl")
+
+
 FREE = {
     "sft.num_steps": 0,
     "data.evaluation.path": "",
