@@ -135,9 +135,8 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
     # The last group has sampled nothing.
     group_N = np.array([0, 1, 0, 0, 1]) if num_groups == 3 else np.zeros(5, int)
     for keeps_routes in (False, True):
-        ours, expected = (
-            SampleGroups(SamplingOptions(num_samples=2, seed=0, step=7, temperature=1.0), list) for _ in range(2)
-        )
+        options = SamplingOptions(num_samples=2, seed=0, step=7, temperature=1.0)
+        ours, expected = (SampleGroups(options, list) for _ in range(2))
         for each in (ours, expected):
             for n in each.add(prompts):
                 for sample in each.samples[n]:
