@@ -152,8 +152,9 @@ class Rehearsal:
             last_s = time.time()
             for step in range(NUM_STEPS):
                 # A run without evaluation problems has no row of step 0.
-                arrived = lambda step=step: max(self._rows(), default=-1) >= step  # noqa: E731
-                self._wait(f"step {step}", processes, arrived)
+                self._wait(
+                    f"step {step}", processes, lambda s=step: max(self._rows(), default=-1) >= s
+                )
                 if row := self._rows().get(step):
                     what = {0: "to the first evaluation", 1: "compiles"}.get(step, "")
                     _show(f"step {step}" if step else "start", row["time_s"] - last_s, what)
