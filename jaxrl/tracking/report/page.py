@@ -122,9 +122,8 @@ def write_comparison(
     """
     sections = []
     for name, rows in stages:
-        plots = compared_plots(rows)
-        main, others = _drawn(plots.main, name), _drawn(plots.others, name)
-        sections.append((name, "", main, others, plots.constant))
+        main, others, constant = compared_plots(rows)
+        sections.append((name, "", _drawn(main, name), _drawn(others, name), constant))
     _write_page(
         path,
         title=title,
