@@ -247,10 +247,7 @@ def evaluate(
     options = config.evaluation.sampling(training, step=EVALUATION_STEP)
     stop_ids = (*tokenizer.stop_ids, *config.rollout.stop_ids)
     engine = engine_config(
-        config,
-        stop_ids,
-        dynamic_sampling=False,
-        replicas=shards_of("batch", GENERATE_RULES, mesh),
+        config, stop_ids, dynamic_sampling=False, replicas=shards_of("batch", GENERATE_RULES, mesh)
     )
     # Before minutes of answering.
     hosts.on_first(lambda: ensure_writable(folder.path))

@@ -23,12 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxrl.commands.rehearsed_recipe import (
-    NUM_STEPS,
-    devices_of,
-    recipe_text,
-    with_fewer_devices,
-)
+from jaxrl.commands.rehearsed_recipe import NUM_STEPS, devices_of, recipe_text, with_fewer_devices
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config

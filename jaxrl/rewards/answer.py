@@ -20,13 +20,7 @@ import collections
 import re
 from fractions import Fraction
 
-from jaxrl.answers.tokens import (
-    BOX,
-    SCIENTIFIC,
-    UNITS,
-    closing_brace,
-    without_spacing,
-)
+from jaxrl.answers.tokens import BOX, SCIENTIFIC, UNITS, closing_brace, without_spacing
 from jaxrl.errors import UserError
 from jaxrl.rewards.grading import Grade
 

@@ -351,11 +351,7 @@ class Checkpoints:
         return _with_arrays(found["record"], found[_ARRAYS] if _ARRAYS in items else {})
 
     def restore(
-        self,
-        step: int,
-        like: dict[str, TrainState],
-        *,
-        layers: Mapping[str, int] | None = None,
+        self, step: int, like: dict[str, TrainState], *, layers: Mapping[str, int] | None = None
     ) -> dict[str, TrainState]:
         """Restores the training states of a checkpoint.
 

@@ -104,10 +104,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_interactive:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._view,
-            )
+            self._live = Live(console=self._console, get_renderable=self._view)
             self._live.start()
         return self
 

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Grade
-from jaxrl.rewards.answer import (
-    extract_answer,
-    grade_answer,
-    grade_gsm8k,
-    normalize_answer,
-)
+from jaxrl.rewards.answer import extract_answer, grade_answer, grade_gsm8k, normalize_answer
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 

@@ -470,8 +470,7 @@ def engine_programs(
     step = weights - _unread_experts(engine, params, busy)
     step += busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
     yield Program(
-        *(role, "prefill", "sampling", (prefill,), frozenset({own})),
-        prefill.calls * weights,
+        *(role, "prefill", "sampling", (prefill,), frozenset({own})), prefill.calls * weights
     )
     insert = Piece(engine.insert, started, calls=calls, share=share)
     yield Program(

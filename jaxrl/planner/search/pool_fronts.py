@@ -43,10 +43,7 @@ import numpy as np
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.search.mapping import MappingProblem, SearchLimits
-from jaxrl.planner.simulation.simulate_generation import (
-    GenerationGroups,
-    GenerationSimulator,
-)
+from jaxrl.planner.simulation.simulate_generation import GenerationGroups, GenerationSimulator
 from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 
 # Stages that would hold more layers than this, relative to the model's, are not tried: fewer stages are

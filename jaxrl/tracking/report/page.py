@@ -20,11 +20,7 @@ import numpy as np
 
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.metrics import (
-    evaluation_accuracy,
-    evaluation_stderr,
-    read_metrics,
-)
+from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr, read_metrics
 from jaxrl.tracking.readable import visible
 from jaxrl.tracking.report.plots import Plot, Rows, compared_plots, draw_svg, plots_of
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
