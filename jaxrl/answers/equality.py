@@ -165,7 +165,14 @@ def _is_item(several: Several, other: Answer) -> bool:
     if all(isinstance(x, Relation) for x in several.items) and same_set(several, other):
         return True
     if isinstance(other, Brackets):
-        return _same_coordinates(other, several)
+        # "x = 1, y = 2" gives the point (1, 2), in the order of the alphabet, as coordinates are.
+        named = [x for x in map(_assigned, several.items) if x is not None and len(x) == 1]
+        return (
+            len(named) == len(other.items) == len(several.items)
+            and named == sorted(set(named))
+            and (other.opening, other.closing) == ("(", ")")
+            and all(map(_same, other.items, several.items))
+        )
     if isinstance(other, Union | Empty | Reals):
         return same_set(several, other)
     # "15 39/40 or 639/40": one value, said twice.
@@ -181,7 +188,15 @@ def _same_items(one: Several, other: Several) -> bool:
         if len(set(names)) > 1 and not any(unnamed):
             # "x = 1, y = 2": without names the order counts.
             return all(map(_same, one.items, other.items))
-    values = [[_rational(x) for x in several.items] for several in (one, other)]
+    values: list[list[Any]] = [
+        [
+            exact(x.node)
+            if isinstance(x, Quantity) and not (x.unit or x.degrees or x.percent)
+            else None
+            for x in several.items
+        ]
+        for several in (one, other)
+    ]
     if None not in values[0] + values[1]:
         return sorted(values[0]) == sorted(values[1])
     # Equality is not transitive (20% is 20 and 1/5), so items are matched, not picked.
@@ -199,27 +214,8 @@ def _same_items(one: Several, other: Several) -> bool:
     return all(matched(n, set()) for n in range(len(one.items)))
 
 
-def _rational(answer: Answer) -> Any:
-    if isinstance(answer, Quantity) and not (answer.unit or answer.degrees or answer.percent):
-        return exact(answer.node)
-    return None
-
-
 def _assigned(answer: Answer) -> str | None:
     return answer.labels[0] if isinstance(answer, Relation) else None
-
-
-def _same_coordinates(point: Brackets, several: Several) -> bool:
-    """Returns whether "x = 1, y = 2" gives the point (1, 2)."""
-    labels = [_assigned(x) for x in several.items]
-    # In the order of the alphabet, as coordinates are.
-    named = [label for label in labels if label is not None and len(label) == 1]
-    return (
-        len(named) == len(point.items) == len(several.items)
-        and named == sorted(set(named))
-        and (point.opening, point.closing) == ("(", ")")
-        and all(map(_same, point.items, several.items))
-    )
 
 
 # Relations

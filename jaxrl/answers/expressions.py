@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from jaxrl.answers.tokens import FUNCTIONS, Token, Unreadable, number_of
+from jaxrl.answers.tokens import FUNCTIONS, Token, Unreadable
 
 # Below the limit of Python, which would end the worker.
 _MAX_DEPTH = 60
@@ -201,9 +201,9 @@ class _Parser:
     def here(self) -> Token | None:
         return self._tokens[self._place] if self._place < len(self._tokens) else None
 
-    def _ahead(self, offset: int) -> Token | None:
-        place = self._place + offset
-        return self._tokens[place] if place < len(self._tokens) else None
+    @property
+    def _following(self) -> Token | None:
+        return self._tokens[self._place + 1] if self._place + 1 < len(self._tokens) else None
 
     def _is(self, *texts: str, kind: str = "op") -> bool:
         return self.here is not None and self.here.kind == kind and self.here.text in texts
@@ -274,7 +274,7 @@ class _Parser:
 
     def _mixed(self, whole: Node) -> Node:
         """Parses the fraction of "2 1/2"."""
-        above, slash, below = self._take(), self.here, self._ahead(1)
+        above, slash, below = self._take(), self.here, self._following
         if (
             not above.spaced
             or slash is None
@@ -285,7 +285,9 @@ class _Parser:
             raise Unreadable("two numbers side by side")
         self._place += 2
         return _mixed_or_product(
-            whole, Node("div", (num(number_of(above)), num(number_of(below)))), product=False
+            whole,
+            Node("div", (num(Fraction(above.text)), num(Fraction(below.text)))),
+            product=False,
         )
 
     def _starts_atom(self) -> bool:
@@ -350,10 +352,10 @@ class _Parser:
 
     def _number(self) -> Node:
         token = self._take()
-        value = number_of(token)
+        value = Fraction(token.text)
         # 0.\overline{3}
         dot = self.here
-        repeats = self._ahead(1) if dot is not None and dot.text == "." else self.here
+        repeats = self._following if dot is not None and dot.text == "." else self.here
         if repeats is not None and repeats.kind == "cmd" and repeats.text in ("overline", "bar"):
             if dot is not None and dot.text == ".":
                 self._take()
@@ -375,22 +377,19 @@ class _Parser:
         token = self._take()
         name = token.text
         if self._taken("_"):
-            name += "_" + self._subscript()
+            name += "_"
+            if self._taken("{"):
+                while not self._taken("}"):
+                    name += self._take().text
+            else:
+                index = self._take()
+                if index.kind not in ("num", "sym"):
+                    raise Unreadable("such a subscript")
+                name += index.text
         while self._is("'"):
             name += self._take().text
         constant = name in ("e", "i") and name not in self._counted
         return Node("const" if constant else "sym", (name,))
-
-    def _subscript(self) -> str:
-        if not self._taken("{"):
-            token = self._take()
-            if token.kind not in ("num", "sym"):
-                raise Unreadable("such a subscript")
-            return token.text
-        name = ""
-        while not self._taken("}"):
-            name += self._take().text
-        return name
 
     def _argument(self) -> Node:
         """Parses an argument as TeX does: in braces, or one digit, letter or command."""
@@ -437,7 +436,7 @@ class _Parser:
         if self._is("("):
             node = self._group("(", ")")
         elif self.here is not None and self.here.kind == "num":
-            node = num(number_of(self._take()))
+            node = num(Fraction(self._take().text))
         else:
             node = self._argument()
         if index == num(2):

@@ -41,15 +41,7 @@ from jaxrl.answers.expressions import (
     num,
 )
 from jaxrl.answers.quantities import quantity
-from jaxrl.answers.tokens import (
-    MAX_CHARS,
-    WORDS,
-    Token,
-    Unreadable,
-    is_op,
-    tokens_of,
-    undressed,
-)
+from jaxrl.answers.tokens import MAX_CHARS, WORDS, Token, Unreadable, is_op, tokens_of, undressed
 from jaxrl.answers.values import exact
 
 # Items are compared pair by pair.

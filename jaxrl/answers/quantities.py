@@ -6,12 +6,9 @@ r"""Parses a number or an expression with its currency, unit, degrees or percent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
-from jaxrl.answers.expressions import (
-    Quantity,
-    expression,
-    num,
-)
+from jaxrl.answers.expressions import Quantity, expression, num
 from jaxrl.answers.tokens import (
     FUNCTIONS,
     SYMBOLS,
@@ -21,7 +18,6 @@ from jaxrl.answers.tokens import (
     Token,
     Unreadable,
     is_op,
-    number_of,
 )
 
 _CURRENCIES = {"$": "dollar", "euro": "euro", "pounds": "gbp"}
@@ -84,7 +80,7 @@ def _degrees_and_minutes(tokens: Sequence[Token], *, negative: bool) -> Quantity
             mark = 3 if kinds[1:3] == ["'", "'"] and "second" in sizes else 2
             if "second" in sizes and kinds[1] == "'" and mark == 2:
                 return None
-            parts.append(number_of(tokens[0]))
+            parts.append(Fraction(tokens[0].text))
             tokens, kinds = tokens[mark:], kinds[mark:]
         elif not parts:
             return None

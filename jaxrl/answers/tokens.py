@@ -14,7 +14,6 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Sequence
-from fractions import Fraction
 
 # These bound the work of parsing and comparing.
 MAX_CHARS = 2000
@@ -346,11 +345,6 @@ def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) ->
 def is_op(token: Token, *texts: str) -> bool:
     """Returns whether a token is one of these operators."""
     return token.kind == "op" and token.text in texts
-
-
-def number_of(token: Token) -> Fraction:
-    """Returns the value of a number's token."""
-    return Fraction(token.text)
 
 
 # Markup around an answer: Markdown, dollars, boxes

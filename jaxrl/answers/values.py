@@ -15,11 +15,7 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.answers.expressions import (
-    Node,
-    Quantity,
-    num,
-)
+from jaxrl.answers.expressions import Node, Quantity, num
 from jaxrl.answers.tokens import SYMBOLS
 
 # Limits of exact arithmetic, which would take too long beyond them.
@@ -64,24 +60,6 @@ def exact(node: Node) -> Fraction | None:
     return value if value is not None and _bits(value) <= _MAX_BITS else None
 
 
-def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    if exponent.denominator != 1 or abs(exponent) * _bits(base) > _MAX_BITS:
-        return None
-    return base ** int(exponent)
-
-
-def _exact_factorial(n: Fraction) -> Fraction | None:
-    if n.denominator != 1 or not 0 <= n <= _MAX_FACTORIAL:
-        return None
-    return Fraction(math.factorial(int(n)))
-
-
-def _exact_binomial(top: Fraction, bottom: Fraction) -> Fraction | None:
-    if top.denominator != 1 or bottom.denominator != 1 or not 0 <= bottom <= top <= _MAX_FACTORIAL:
-        return None
-    return Fraction(math.comb(int(top), int(bottom)))
-
-
 def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
     # An even root of a negative number is complex, an odd one real: the cube root of -8 is -2.
     if index.denominator != 1 or not 2 <= index <= 64 or (radicand < 0 and index % 2 == 0):
@@ -110,10 +88,20 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "floor": lambda x: Fraction(math.floor(x)),
     "ceil": lambda x: Fraction(math.ceil(x)),
-    "pow": _exact_power,
+    "pow": lambda base, n: (
+        base ** int(n) if n.denominator == 1 and abs(n) * _bits(base) <= _MAX_BITS else None
+    ),
     "root": _exact_root,
-    "fact": _exact_factorial,
-    "binom": _exact_binomial,
+    "fact": lambda n: (
+        Fraction(math.factorial(int(n)))
+        if n.denominator == 1 and 0 <= n <= _MAX_FACTORIAL
+        else None
+    ),
+    "binom": lambda n, k: (
+        Fraction(math.comb(int(n), int(k)))
+        if n.denominator == k.denominator == 1 and 0 <= k <= n <= _MAX_FACTORIAL
+        else None
+    ),
 }
 
 
@@ -290,35 +278,6 @@ def close(one: Any, other: Any) -> bool:
     return abs(one - other) <= _TOLERANCE * (1 + max(abs(one), abs(other)))
 
 
-def agree(one: Node, other: Node) -> bool:
-    """Returns whether two expressions have equal values at all points where both have one.
-
-    Raises:
-      Undecided: Both have a value at too few points.
-    """
-    first, second = exact(one), exact(other)
-    if first is not None and second is not None:
-        return first == second
-    names = symbols(one) | symbols(other)
-    # Without i, points where a root or logarithm is not real do not count.
-    imaginary = Node("const", ("i",))
-    real = bool(names) and not any(imaginary in node.nodes() for node in (one, other))
-    decided = 0
-    counts = _in_bounds(one) | _in_bounds(other)
-    for at in points(names, counts) if names else [{}]:
-        try:
-            a, b = value(one, at, real=real), value(other, at, real=real)
-        except Undecided:
-            continue
-        decided += 1
-        if not close(a, b):
-            return False
-    # One or two points may agree by chance.
-    if decided < (3 if names else 1):
-        raise Undecided("too few points")
-    return True
-
-
 def proportional(one: Node, other: Node) -> bool:
     """Returns whether the ratio is constant and not 0: then "a = 0" and "b = 0" are the same equation."""
     names = symbols(one) | symbols(other)
@@ -434,16 +393,34 @@ def _is_unevaluated(node: Node) -> bool:
 
 
 def same_value(one: Node, other: Node) -> bool:
-    """Returns whether two expressions are equal for all values of their variables."""
+    """Returns whether two expressions are equal for all values of their variables.
+
+    They are if they agree at all points where both have a value; False if these are too few.
+    """
     if one == other:
         return True
     infinite = [_infinite(x) for x in (one, other)]
     if any(infinite):
         return infinite[0] == infinite[1]
-    try:
-        return agree(one, other)
-    except Undecided:
-        return False
+    first, second = exact(one), exact(other)
+    if first is not None and second is not None:
+        return first == second
+    names = symbols(one) | symbols(other)
+    # Without i, points where a root or logarithm is not real do not count.
+    imaginary = Node("const", ("i",))
+    real = bool(names) and not any(imaginary in node.nodes() for node in (one, other))
+    decided = 0
+    counts = _in_bounds(one) | _in_bounds(other)
+    for at in points(names, counts) if names else [{}]:
+        try:
+            a, b = value(one, at, real=real), value(other, at, real=real)
+        except Undecided:
+            continue
+        decided += 1
+        if not close(a, b):
+            return False
+    # One or two points may agree by chance.
+    return decided >= (3 if names else 1)
 
 
 def _infinite(node: Node) -> int:

@@ -10,7 +10,6 @@ stderr with exit status 2. The output directory appears complete or not at all.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 from collections.abc import Sequence
 from typing import Annotated
@@ -28,9 +27,30 @@ from jaxrl.tracking.run_weights import export_run
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
+    parser = command_parser(program, __doc__)
+    parser.add_argument("--path", type=pathlib.Path, required=True, help="folder of the run")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="type of the result (default: bfloat16)"
+    )
+    parser.add_argument(
+        "--adapter_only",
+        action="store_true",
+        help="write only the adapters of a run, without the base model",
+    )
+    parser.add_argument(
+        "--push", default="", metavar="OWNER/NAME", help="upload the result to the Hugging Face hub"
+    )
+    parser.add_argument("--public", action="store_true", help="of --push: everyone may read it")
+    parser.add_argument(
+        "--max_shard_bytes",
+        type=int,
+        default=5_000_000_000,
+        help="size of a safetensors file (default: %(default)s)",
+    )
     # On CPU: host memory may hold a model that no single accelerator holds.
     jax.config.update("jax_platforms", "cpu")
-    args = _parser(program).parse_args(arguments)
+    args = parser.parse_args(arguments)
     # Everything that can be wrong is checked before the export, which may take minutes.
     pushed_to = parsed_name(args.push) if args.push else None
     if args.push and (pushed_to is None or pushed_to.subset):
@@ -51,31 +71,3 @@ def main(argv: Sequence[str]) -> int:
     if pushed_to is not None:
         print(open_hub().push_model(args.out, pushed_to, private=not args.public))
     return 0
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = command_parser(program, __doc__)
-    parser.add_argument("--path", type=pathlib.Path, required=True, help="folder of the run")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="type of the result (default: bfloat16)"
-    )
-    parser.add_argument(
-        "--adapter_only",
-        action="store_true",
-        help="write only the adapters of a run, without the base model",
-    )
-    parser.add_argument(
-        "--push",
-        default="",
-        metavar="OWNER/NAME",
-        help="upload the result to the Hugging Face hub",
-    )
-    parser.add_argument("--public", action="store_true", help="of --push: everyone may read it")
-    parser.add_argument(
-        "--max_shard_bytes",
-        type=int,
-        default=5_000_000_000,
-        help="size of a safetensors file (default: %(default)s)",
-    )
-    return parser

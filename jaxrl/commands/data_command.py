@@ -44,7 +44,20 @@ _ANY_LENGTH = 2**24
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    parser = _parser(program)
+    parser = command_parser(program, __doc__, allow_abbrev=False)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="JSONL, Parquet, Arrow, ...")
+    parser.add_argument("--config", default="", help="recipe whose sources are shown")
+    parser.add_argument("--show", type=int, default=0, help="prompts of each source to show")
+    parser.add_argument("--to", default="", help="file to write: out.jsonl or out.parquet")
+    of_files = parser.add_argument_group("of files; a recipe has settings for these")
+    of_files.add_argument("--tokenizer", default="", help="Hugging Face tokenizer directory")
+    for field in ("prompt", "answer"):
+        of_files.add_argument(
+            f"--{field}_field", default="", help=f"field with the {field}; recognised if left out"
+        )
+    add_flags(of_files, SourceConfig, only=("grader",))
+    add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
+    of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
     overrides, rest = take_overrides(arguments, leaf_types(Config))
     args = parser.parse_args(rest)
     # A recipe has settings for each of its files, a file has those of the flags.
@@ -66,24 +79,6 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = tokenizer_from(problems, (), config.data, vocab_size=size)
     _report(problems, config.data, tokenizer, args)
     return 0
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = command_parser(program, __doc__, allow_abbrev=False)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="JSONL, Parquet, Arrow, ...")
-    parser.add_argument("--config", default="", help="recipe whose sources are shown")
-    parser.add_argument("--show", type=int, default=0, help="prompts of each source to show")
-    parser.add_argument("--to", default="", help="file to write: out.jsonl or out.parquet")
-    of_files = parser.add_argument_group("of files; a recipe has settings for these")
-    of_files.add_argument("--tokenizer", default="", help="Hugging Face tokenizer directory")
-    for field in ("prompt", "answer"):
-        of_files.add_argument(
-            f"--{field}_field", default="", help=f"field with the {field}; recognised if left out"
-        )
-    add_flags(of_files, SourceConfig, only=("grader",))
-    add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
-    of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
-    return parser
 
 
 def _of_files(args: argparse.Namespace) -> None:
@@ -129,24 +124,24 @@ def _report(
         template = data.format_of(source.own_template)
         for row in range(min(args.show, len(source.records))):
             if prompts is None or tokenizer is None:
-                record = source.records[row]
-                print(_shown(template.fill(text_of_context(record.prompt)), record))
+                record, length = source.records[row], ""
+                text = template.fill(text_of_context(record.prompt))
             elif row < len(prompts.prompts):
                 ids = prompts.prompts.tokens[row].tolist()
                 text = tokenizer.backend.decode(ids, skip_special_tokens=False)
                 # By its id: long prompts are left out, so rows are not those of the file.
                 record = source.records[int(prompts.prompts.ids_N[row])]
-                print(_shown(text, record, f"{len(ids)} tokens, "))
+                length = f"{len(ids)} tokens, "
+            else:
+                break
+            about = f"[{length}{record.source}]  answer {record.answer!r}"
+            if record.extra:
+                about += f"  extra {json.dumps(record.extra, ensure_ascii=False)[:200]}"
+            print(f"{_RULE}\n{visible(text)}\n{visible(about)}")
     if args.to:
         records = problems.train_records
         write_rows(_rows_of(records), args.to)
         print(f"{len(records):,} problems written to {args.to}")
-
-
-def _shown(text: str, record: Record, length: str = "") -> str:
-    extra = f"  extra {json.dumps(record.extra, ensure_ascii=False)[:200]}" if record.extra else ""
-    about = f"[{length}{record.source}]  answer {record.answer!r}{extra}"
-    return f"{_RULE}\n{visible(text)}\n{visible(about)}"
 
 
 def _rows_of(records: Sequence[Record]) -> list[Row]:

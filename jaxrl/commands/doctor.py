@@ -80,17 +80,23 @@ def main(argv: Sequence[str]) -> int:
         hosts.gather(lambda: None)
         with _ends("facts", _FILES, patience_s):
             facts = hosts.gather(lambda: _facts(config, patience_s))
-        check_facts(facts, args.hosts)
+        apart_s = check_facts(facts, args.hosts)
         if not config.mesh.searched:
             take_devices(pools_of(config), jax.devices())
         _say("devices", f"{len(facts)} hosts, each with {facts[0]['devices']}")
-        _say("clocks", f"within {max(map(abs, _apart_s(facts))):.2f} s of their median")
+        _say("clocks", f"within {apart_s:.2f} s of their median")
         for fact, value in facts[0]["same"].items():
             _say("same", f"{fact} {value}")
         with _ends("disk", _FILES, patience_s):
             _disk(config, patience_s)
         with _ends("all-reduce", _NETWORK, patience_s):
-            _all_reduce()
+            mesh = Mesh(np.array(jax.devices()), ("device",))
+            rows = _rows(mesh)
+            total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
+            # 0 + 1 + ... + n - 1
+            wanted = mesh.size * (mesh.size - 1) / 2
+            rate = _rate(lambda: total(rows), wanted)
+            _say("all-reduce", f"{wanted:.0f} on all {mesh.size} devices, {rate}")
         with _ends("hand-over", _NETWORK, patience_s):
             _handover()
     return 0
@@ -157,17 +163,15 @@ def _facts(config: Config, patience_s: float) -> dict[str, Any]:
     return {"host": socket.gethostname(), "clock_s": clock_s, "devices": devices, "same": same}
 
 
-def _apart_s(facts: Sequence[Mapping[str, Any]]) -> list[float]:
-    clocks = [each["clock_s"] for each in facts]
-    return [clock - statistics.median(clocks) for clock in clocks]
-
-
-def check_facts(facts: Sequence[Mapping[str, Any]], num_hosts: int) -> None:
+def check_facts(facts: Sequence[Mapping[str, Any]], num_hosts: int) -> float:
     """Checks what the hosts have told.
 
     Args:
       facts: those of every process: host, clock_s, devices, same.
       num_hosts: number of hosts that there must be; 0 for any.
+
+    Returns:
+      The largest distance of a clock from the median of all, in seconds.
 
     Raises:
       UserError: hosts are missing or differ.
@@ -176,7 +180,9 @@ def check_facts(facts: Sequence[Mapping[str, Any]], num_hosts: int) -> None:
         raise UserError(
             f"{len(facts)} hosts have met, and --hosts is {num_hosts}; start the same command on all of them"
         )
-    for number, (each, apart_s) in enumerate(zip(facts, _apart_s(facts), strict=True)):
+    median_s = statistics.median(each["clock_s"] for each in facts)
+    for number, each in enumerate(facts):
+        apart_s = each["clock_s"] - median_s
         name = f"process {number} (host {each['host']})"
         if each["devices"] != facts[0]["devices"]:
             raise UserError(
@@ -193,6 +199,7 @@ def check_facts(facts: Sequence[Mapping[str, Any]], num_hosts: int) -> None:
                     f"{what} is {own} on {name} and {first} on process 0; give all hosts the same image, "
                     "checkout and files"
                 )
+    return max(abs(each["clock_s"] - median_s) for each in facts)
 
 
 def _disk(config: Config, patience_s: float) -> None:
@@ -232,16 +239,6 @@ def _disk(config: Config, patience_s: float) -> None:
     _say("disk", f"{folder}: shared, {free:.0f} GB free, {speed:.0f} MB/s for each of all at once")
 
 
-def _all_reduce() -> None:
-    mesh = Mesh(np.array(jax.devices()), ("device",))
-    rows = _rows(mesh)
-    total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
-    # 0 + 1 + ... + n - 1
-    wanted = mesh.size * (mesh.size - 1) / 2
-    rate = _rate(lambda: total(rows), wanted)
-    _say("all-reduce", f"{wanted:.0f} on all {mesh.size} devices, {rate}")
-
-
 def _handover() -> None:
     """From half of each host's devices to the other half, or of the hosts if each has one device."""
     # Their own order may go back and forth between hosts.
@@ -264,12 +261,11 @@ def _rows(mesh: Mesh) -> jax.Array:
     """float32 [devices, numbers]: each device has a row of its own number."""
     n = mesh.size
     numbers = _NUMBERS_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _NUMBERS
-
-    def rows() -> jax.Array:
-        column = jnp.arange(n, dtype=jnp.float32)[:, None]
-        return jnp.broadcast_to(column, (n, numbers // n * n))
-
-    return jax.jit(rows, out_shardings=NamedSharding(mesh, P("device")))()
+    rows = jax.jit(
+        lambda: jnp.broadcast_to(jnp.arange(n, dtype=jnp.float32)[:, None], (n, numbers // n * n)),
+        out_shardings=NamedSharding(mesh, P("device")),
+    )
+    return rows()
 
 
 def _rate(call: Callable[[], jax.Array], wanted: Any) -> str:

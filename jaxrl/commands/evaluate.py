@@ -179,18 +179,13 @@ def _take_saved(tree: ConfigDict, path: pathlib.Path) -> None:
                 node[group] = {}
             node = node[group]
         try:
-            node[leaf] = _literal(value)
+            # inf and nan are no literals of Python.
+            is_special = value in ("inf", "-inf", "nan")
+            node[leaf] = float(value) if is_special else ast.literal_eval(value)
         except ValueError as error:
             raise UserError(
                 f"{path}: {line!r} is no setting; restore the file from a copy"
             ) from error
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except ValueError:
-        return float(text)  # inf and nan
 
 
 def evaluate(
@@ -252,10 +247,7 @@ def evaluate(
     options = config.evaluation.sampling(training, step=EVALUATION_STEP)
     stop_ids = (*tokenizer.stop_ids, *config.rollout.stop_ids)
     engine = engine_config(
-        config,
-        stop_ids,
-        dynamic_sampling=False,
-        replicas=shards_of("batch", GENERATE_RULES, mesh),
+        config, stop_ids, dynamic_sampling=False, replicas=shards_of("batch", GENERATE_RULES, mesh)
     )
     # Before minutes of answering.
     hosts.on_first(lambda: ensure_writable(folder.path))

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl.commands.verl_files import VerlFile, read_verl
@@ -142,7 +142,15 @@ def _remarks(source: str, file: VerlFile, found: Import) -> Iterator[str]:
     if found.without:
         yield from _comment("Without a counterpart, and why:")
     for reason, names in found.without.items():
-        yield from _comment(f"  {reason}: {', '.join(_shortened(names))}")
+        # A composed file of verl has 900 settings, so a long group of them is named as one.
+        groups = collections.defaultdict(list)
+        for name in names:
+            groups[".".join(name.split(".")[:3])].append(name)
+        shown = []
+        for group, members in groups.items():
+            is_long = len(members) > _MAX_OF_A_GROUP
+            shown += [f"{group}.* ({len(members)})"] if is_long else members
+        yield from _comment(f"  {reason}: {', '.join(shown)}")
     if found.unknown:
         yield from _comment("Not known to jaxrl; see docs/from_verl.md:")
         yield from _comment(f"  {', '.join(found.unknown)}")
@@ -150,18 +158,6 @@ def _remarks(source: str, file: VerlFile, found: Import) -> Iterator[str]:
         yield from _comment("Not resolved, since the file does not say their values:")
     for name, value in file.unresolved.items():
         yield from _comment(f"  {name} = {value}")
-
-
-def _shortened(names: Sequence[str]) -> Iterator[str]:
-    """The names, with long groups of them as one: a composed file of verl has 900 settings."""
-    groups = collections.defaultdict(list)
-    for name in names:
-        groups[".".join(name.split(".")[:3])].append(name)
-    for group, members in groups.items():
-        if len(members) > _MAX_OF_A_GROUP:
-            yield f"{group}.* ({len(members)})"
-        else:
-            yield from members
 
 
 def _comment(text: str) -> Iterator[str]:
@@ -182,12 +178,25 @@ def _assignments(lines: Sequence[Line]) -> Iterator[str]:
     """The lines of `get_config`, in the order of the settings, with a blank line between groups."""
     kinds = leaf_types(Config)
     rank = {name: number for number, name in enumerate(kinds)}
-    group = ""
+    merged: dict[str, Line] = {}
     # The last value of a setting counts.
-    for line in sorted(
-        _merged({line.setting: line for line in lines}.values(), kinds),
-        key=lambda x: rank[x.setting],
-    ):
+    for line in {line.setting: line for line in lines}.values():
+        if line.setting in kinds:
+            merged[line.setting] = line
+            continue
+        # Entries of a free-form dict are collected: data.sources.train_2.path is one of data.sources.
+        table = next(
+            name
+            for name, kind in kinds.items()
+            if line.setting.startswith(f"{name}.") and is_dict(kind)
+        )
+        *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
+        entry = merged.setdefault(table, Line(table, {}, "")).value
+        for name in groups:
+            entry = entry.setdefault(name, {})
+        entry[leaf] = line.value
+    group = ""
+    for line in sorted(merged.values(), key=lambda x: rank[x.setting]):
         if line.setting.rpartition(".")[0] and line.setting.partition(".")[0] != group:
             group = line.setting.partition(".")[0]
             yield ""
@@ -202,27 +211,6 @@ def _assignments(lines: Sequence[Line]) -> Iterator[str]:
                 why, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False
             )
         yield code
-
-
-def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
-    """The lines with entries of free-form dicts (data.sources.more.path) collected to a dict each."""
-    tables: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        if line.setting in kinds:
-            yield line
-            continue
-        table = next(
-            name
-            for name, kind in kinds.items()
-            if line.setting.startswith(f"{name}.") and is_dict(kind)
-        )
-        # data.sources.train_2.path is an entry of the table data.sources.
-        *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
-        entry = tables.setdefault(table, {})
-        for name in groups:
-            entry = entry.setdefault(name, {})
-        entry[leaf] = line.value
-    yield from (Line(table, entries, "") for table, entries in tables.items())
 
 
 def _literal(value: Any, kind: Any) -> str:

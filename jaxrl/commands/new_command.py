@@ -19,23 +19,11 @@ def main(argv: Sequence[str]) -> int:
     program, *arguments = argv
     parser = command_parser(program, __doc__)
     parser.add_argument("name", help="name of the recipe, and of the folder of its results")
-    args = parser.parse_args(arguments)
-    path = write_recipe(args.name)
-    print(f"{path} is yours to change; check it with: jaxrl train --config {path} --dry_run")
-    return 0
-
-
-def write_recipe(name: str) -> pathlib.Path:
-    """Writes the recipe `name`.py into this folder and returns its path.
-
-    Raises:
-      UserError: the name is not a plain word, or there is such a file.
-    """
-    name = name.removesuffix(".py")
+    name = parser.parse_args(arguments).name.removesuffix(".py")
+    # The name is also that of a folder and, in the file, of a Python string.
     if re.fullmatch(r"[A-Za-z]\w*", name) is None:
         raise UserError(f"{name!r} is no name of a recipe; take letters, digits and underscores")
     path = pathlib.Path(f"{name}.py")
-    # The name is also that of a folder and, in the file, of a Python string.
     text = (bundled_recipes() / "shared" / "new_recipe.py").read_text()
     try:
         # A recipe of this name is somebody's work.
@@ -45,4 +33,5 @@ def write_recipe(name: str) -> pathlib.Path:
         raise UserError(f"{path} is there already; take another name") from error
     except OSError as error:
         raise UserError(f"{path} cannot be written here: {error.strerror}") from error
-    return path
+    print(f"{path} is yours to change; check it with: jaxrl train --config {path} --dry_run")
+    return 0

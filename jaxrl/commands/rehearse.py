@@ -23,12 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxrl.commands.rehearsed_recipe import (
-    NUM_STEPS,
-    devices_of,
-    recipe_text,
-    with_fewer_devices,
-)
+from jaxrl.commands.rehearsed_recipe import NUM_STEPS, devices_of, recipe_text, with_fewer_devices
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
@@ -147,8 +142,20 @@ class Rehearsal:
           UserError: a phase failed.
         """
         print(f"{'phase':10}{'s':>7}  {self.config.name} in {self.hosts} processes", flush=True)
+        manifest = self._stage.checkpoints.manifest(NUM_STEPS - 2)
         with self._processes("first") as processes:
-            before = self._first_steps(processes)
+            last_s = time.time()
+            for step in range(NUM_STEPS):
+                # A run without evaluation problems has no row of step 0.
+                self._wait(
+                    f"step {step}", processes, lambda s=step: max(self._rows(), default=-1) >= s
+                )
+                if row := self._rows().get(step):
+                    what = {0: "to the first evaluation", 1: "compiles"}.get(step, "")
+                    _show(f"step {step}" if step else "start", row["time_s"] - last_s, what)
+                    last_s = row["time_s"]
+            self._wait("checkpoint", processes, manifest.exists)
+            before = self._rows()
             self._kill(processes)
         with self._processes("resumed") as processes:
             began_s = time.time()
@@ -165,22 +172,6 @@ class Rehearsal:
             last = after[NUM_STEPS]
             text = f"{1e3 * last['perf/handover_gb']:.3g} MB between pools"
             _show("hand-over", last["timing_s/update_weights"], text)
-
-    def _first_steps(self, processes: Sequence[subprocess.Popen]) -> dict[int, Any]:
-        """Rows of the steps before the one that is interrupted."""
-        last_s = time.time()
-        manifest = self._stage.checkpoints.manifest(NUM_STEPS - 2)
-        for step in range(NUM_STEPS):
-            # A run without evaluation problems has no row of step 0.
-            self._wait(
-                f"step {step}", processes, lambda step=step: max(self._rows(), default=-1) >= step
-            )
-            if row := self._rows().get(step):
-                what = {0: "to the first evaluation", 1: "compiles"}.get(step, "")
-                _show(f"step {step}" if step else "start", row["time_s"] - last_s, what)
-                last_s = row["time_s"]
-        self._wait("checkpoint", processes, manifest.exists)
-        return self._rows()
 
     def _kill(self, processes: Sequence[subprocess.Popen]) -> None:
         """Kills the last process; the others have to end by themselves."""

@@ -107,19 +107,18 @@ class Rendezvous:
             if left_out and ended:
                 return ended[0]
             if not rounds and waiting[0] == me:
-                enough = self._enough(len(waiting), time.monotonic() - since_s)
+                if len(waiting) == self._hosts.num_processes:
+                    enough = len(waiting)
+                elif time.monotonic() - since_s >= self._hosts.fewer_after_s:
+                    fitting = [int(n) for n in self._hosts.fewer if int(n) <= len(waiting)]
+                    enough = max(fitting, default=0)
+                else:
+                    enough = 0
                 if enough:
                     number = 1 + max(sign.round for sign in signs.values())
                     return self._start(tuple(waiting[:enough]), number, signs)
             time.sleep(_POLL_S)
         return None
-
-    def _enough(self, num_waiting: int, waited_s: float) -> int:
-        """The number of hosts that start; 0 to wait longer."""
-        if num_waiting == self._hosts.num_processes:
-            return num_waiting
-        fitting = [int(n) for n in self._hosts.fewer if int(n) <= num_waiting]
-        return max(fitting, default=0) if waited_s >= self._hosts.fewer_after_s else 0
 
     def _start(self, members: tuple[int, ...], number: int, signs: dict[int, Sign]) -> list[str]:
         self._tell(state=_TRAINING, round=number, members=members)

@@ -33,7 +33,14 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     kind = program.training_of(config).kind
     if not dry_run:
-        _take_place(config)
+        if config.hosts.num_processes > 1:
+            # JAX aborts all processes when one connects with a number that is in use: a host that comes back
+            # late, or a second start of the same command.
+            folder = config.run_folder.path
+            ensure_writable(folder)
+            lock = take_lock(folder / f"process.{config.hosts.place}.lock")
+            # A second descriptor, which nobody closes: the lock lasts until the process ends.
+            os.dup(lock.fileno())
         config = _started(config)
         # Fetching may take an hour.
         with hosts.watched(config.hosts):
@@ -50,20 +57,6 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     plan_output.show(trace_plan(with_cpu_devices(config)))
     check_for_plan(config)
     return 0
-
-
-def _take_place(config: Config) -> None:
-    """Takes the place of this process in a run of several, until it ends; UserError if another one has it.
-
-    Without this a host that comes back late, or a second start of the same command, ends all processes: JAX
-    aborts them when one connects with a number that is in use.
-    """
-    if config.hosts.num_processes > 1:
-        folder = config.run_folder.path
-        ensure_writable(folder)
-        lock = take_lock(folder / f"process.{config.hosts.place}.lock")
-        # A second descriptor, which nobody closes: the lock lasts until the process ends.
-        os.dup(lock.fileno())
 
 
 def prepared(config: Config) -> Config:

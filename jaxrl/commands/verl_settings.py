@@ -408,7 +408,14 @@ def _model(verl: _Verl) -> None:
     names = ("model.tokenizer_path", "model.path")
     if path := verl.get(names[0]) or verl.get(names[1]):
         verl.put("tokenizer.path", _path(path), *names)
-        verl.shape = _shape(str(verl.get(names[1], "")))
+        model = str(verl.get(names[1], ""))
+        if not is_here(os.path.expanduser(model)):
+            # A published shape, by the last part of the path.
+            name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+            # The larger Qwen2.5 have another epsilon in their instruct models.
+            ends = ["", "-base", "-it"]
+            ends += [] if "14b" in name or "32b" in name else ["-instruct"]
+            verl.shape = next((n for end in ends if (n := name.removesuffix(end)) in SHAPES), "")
     else:
         verl.say("No model is named; set weights and tokenizer.path.")
     rank = verl.get("model.lora_rank", 0, int)
@@ -428,16 +435,6 @@ def _model(verl: _Verl) -> None:
             ours for name in modules for ours in _TABLES["lora_targets"].get(name, ())
         ):
             verl.put("model.lora.targets", known, "model.target_modules")
-
-
-def _shape(path: str) -> str:
-    """The published shape of the model that a path ends with; "" if its config.json is here or unknown."""
-    name = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    if is_here(os.path.expanduser(path)):
-        return ""
-    # The larger Qwen2.5 have another epsilon in their instruct models.
-    ends = ["", "-base", "-it"] + ([] if "14b" in name or "32b" in name else ["-instruct"])
-    return next((n for end in ends if (n := name.removesuffix(end)) in SHAPES), "")
 
 
 def _data(verl: _Verl) -> None:

@@ -51,10 +51,7 @@ ASSUMED_MEMORY = 80 * 10**9
 
 
 def trace_plan(
-    config: Config,
-    cluster: Cluster | None = None,
-    *,
-    responses: LengthDistribution | None = None,
+    config: Config, cluster: Cluster | None = None, *, responses: LengthDistribution | None = None
 ) -> Plan:
     """Traces a recipe without its devices and data, and counts the memory that it needs.
 

@@ -44,7 +44,8 @@ class ResidentBuffers:
       num_values: number of values on the whole mesh, each counted once.
       bytes_per_device: bytes on each device.
       sampling, learning: whether they are in memory in this phase.
-      turn: role whose update needs them; "" if they always stay. Roles update one after the other.
+      turn: role whose update needs them; "" if they always stay, also between updates. Roles update one after
+        the other.
       not_at: role during whose update they are released.
     """
 
@@ -56,10 +57,6 @@ class ResidentBuffers:
     learning: bool
     turn: str = ""
     not_at: str | None = None
-
-    def at(self, turn: str) -> bool:
-        """Whether they are in memory while the role `turn` updates; "" means between updates."""
-        return self.turn in ("", turn) and self.not_at != turn
 
 
 def learner_memory(
@@ -86,7 +83,11 @@ def learner_memory(
     # TRPO takes its step without an optimiser.
     if jax.tree.leaves(state.opt_state):
         what = f"{of_role.replace('_', ' ')}optimiser state"
-        moments = f"{_moments(state)}, {where}, {like}"
+        # The type of most values.
+        sizes: collections.Counter[str] = collections.Counter()
+        for leaf in jax.tree.leaves(state.opt_state):
+            sizes["8 bits" if leaf.dtype.itemsize == 1 else leaf.dtype.name] += leaf.size
+        moments = f"{sizes.most_common(1)[0][0]}, {where}, {like}"
         buffers.append(_buffers(what, moments, state.opt_state, sampling=here))
     return buffers
 
@@ -160,14 +161,6 @@ def _stored_types(params: Params) -> str:
         values = leaf.values if narrow else leaf
         sizes[f"{values.dtype.name} with scales" if narrow else values.dtype.name] += values.size
     return " and ".join(name for name, _ in sizes.most_common())
-
-
-def _moments(state: TrainState) -> str:
-    # The data type of most values of an optimiser state.
-    sizes: collections.Counter[str] = collections.Counter()
-    for leaf in jax.tree.leaves(state.opt_state):
-        sizes["8 bits" if leaf.dtype.itemsize == 1 else leaf.dtype.name] += leaf.size
-    return sizes.most_common(1)[0][0]
 
 
 def update_memory(
@@ -251,4 +244,7 @@ def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
     # Roles update one after the other, so the temporaries of two updates are never there together.
     present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
-    return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)
+    return max(
+        sum(h.bytes_per_device for h in present if h.turn in ("", turn) and h.not_at != turn)
+        for turn in turns
+    )

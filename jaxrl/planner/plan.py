@@ -121,9 +121,7 @@ def check_positions(pools: Sequence[Pool], cluster: Cluster) -> None:
 
 
 def planned_pool(
-    pool: Pool,
-    buffers: Sequence[ResidentBuffers],
-    programs: Sequence[CompiledProgram] = (),
+    pool: Pool, buffers: Sequence[ResidentBuffers], programs: Sequence[CompiledProgram] = ()
 ) -> PlannedPool:
     """Describes a pool: how its roles are sharded, its resident buffers and its compiled programs."""
     # Roles of a pool may have different layouts.

@@ -97,7 +97,8 @@ def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
         title = f"{plan.title}: {devices} devices in {len(plan.pools)} pools"
     names = ("role or event", "layout", "values", "per device")
     if (target := plan.target) is not None:
-        title += f"\n{target.name}: {target.kind}, {target.memory_bytes / _GB:.0f} GB each"
+        kind = target.devices[0].device_kind
+        title += f"\n{target.name}: {kind}, {target.memory_bytes / _GB:.0f} GB each"
         names += _OF_PROGRAMS
     yield title, names, _sections(plan)
     if (times := plan.times) is None:

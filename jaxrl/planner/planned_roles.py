@@ -46,13 +46,7 @@ from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of, compared_role, pools_of
 from jaxrl.trainer.context import meshes_of
-from jaxrl.trainer.roles import (
-    RoleModels,
-    Roles,
-    build_roles,
-    check_role_batches,
-    role_models,
-)
+from jaxrl.trainer.roles import RoleModels, Roles, build_roles, check_role_batches, role_models
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,7 +86,11 @@ def from_shardings(weights: list[Weight]) -> ReshardingCosts:
     received, peak, redundant = (0 for _ in range(3))
     for weight in weights:
         before, after = (boxes(s, weight.shape) for s in (weight.train, weight.generate))
-        common = _volume(intersection(before, after))
+        first, last = (
+            np.maximum(before[..., 0], after[..., 0]),
+            np.minimum(before[..., 1], after[..., 1]),
+        )
+        common = _volume(np.stack([first, last], axis=-1))
         size = weight.stored.dtype.itemsize
         received = received + (_volume(after) - common) * size
         redundant = redundant + (_volume(before) - common) * size
@@ -111,11 +115,6 @@ def boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
         result[:, dim, 0] = index.reshape(-1) * (size // shards)
         result[:, dim, 1] = result[:, dim, 0] + size // shards
     return result
-
-
-def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The common parts of two results of `boxes`."""
-    return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
 
 
 def _volume(box: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ _TWO = {"simulated_devices": 2, "train": "1-1-2"}
 
 def with_cpu_devices(config: Config) -> Config:
     """Returns the config with `simulated_devices` resolved, and with the matching layout."""
-    mesh = config.mesh
+    mesh, rollout = config.mesh, config.rollout
     if mesh.simulated_devices != "auto":
         return config
     if platforms := getattr(jax.config, "jax_platforms", None):
@@ -47,18 +47,13 @@ def with_cpu_devices(config: Config) -> Config:
         # JAX is not asked for its devices: the call would fix their number.
         plugins = importlib.metadata.entry_points(group="jax_plugins")
         on_cpu = not plugins and importlib.util.find_spec("libtpu") is None
-    pays = takes_two_devices(config) and on_cpu and len(os.sched_getaffinity(0)) > 1
-    changes = _TWO if pays else {"simulated_devices": 0}
-    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, **changes))
-
-
-def takes_two_devices(config: Config) -> bool:
-    """Whether the config leaves devices open, its model is known and wide, and its batches are even."""
-    rollout = config.rollout
     slots = 0 if rollout.slots == "auto" else rollout.slots
     batches = (config.train.rows, slots, rollout.prefill_prompts, config.reward.judge.slots)
-    return (
-        config.mesh == LayoutConfig()
+    pays = (
+        on_cpu
+        and len(os.sched_getaffinity(0)) > 1
+        # The config leaves devices open.
+        and mesh == LayoutConfig()
         and not config.placement
         and not config.hosts.coordinator
         and rollout.driver == "offline"
@@ -67,6 +62,8 @@ def takes_two_devices(config: Config) -> bool:
         and config.model.d_model >= _WIDE
         and not any(size % 2 for size in batches)
     )
+    changes = _TWO if pays else {"simulated_devices": 0}
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, **changes))
 
 
 def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config:

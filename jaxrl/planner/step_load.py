@@ -82,9 +82,8 @@ class StepLoad:
     def of_verdicts(self, tokens: int) -> StepLoad:
         """The work of a judge that reads every sample and writes `tokens` tokens about it."""
         work = self.work
-        read = LengthDistribution(
-            work.mean_tokens, max(work.longest_tokens, math.ceil(work.mean_tokens))
-        )
+        mean = work.prompt_lengths.mean + work.response_lengths.mean
+        read = LengthDistribution(mean, max(work.longest_tokens, math.ceil(mean)))
         verdicts = dataclasses.replace(
             work,
             prompts=work.sequences,

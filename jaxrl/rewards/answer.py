@@ -20,13 +20,7 @@ import collections
 import re
 from fractions import Fraction
 
-from jaxrl.answers.tokens import (
-    BOX,
-    SCIENTIFIC,
-    UNITS,
-    closing_brace,
-    without_spacing,
-)
+from jaxrl.answers.tokens import BOX, SCIENTIFIC, UNITS, closing_brace, without_spacing
 from jaxrl.errors import UserError
 from jaxrl.rewards.grading import Grade
 
@@ -185,22 +179,19 @@ def grade_answer(response: str, answer: str) -> Grade:
         )
     said = extract_answer(response) or ""
     prediction = normalize_answer(said) or None
-    correct = prediction == truth and _same_unit(said, answer.rpartition(_HASHES)[2])
+    # Either may leave its unit out, and "5 units" says nothing about their kind.
+    units = {_undressed(text)[1] for text in (said, answer.rpartition(_HASHES)[2])}
+    correct = prediction == truth and len(units - {"", "unit", "radian"}) < 2
     return Grade(correct=correct, prediction=prediction)
 
 
 def grade_gsm8k(response: str, solution: str) -> Grade:
-    """Grades `response` against the final answer of a GSM8K solution; raises like `gsm8k_answer`."""
-    return grade_answer(response, gsm8k_answer(solution))
+    """Grades `response` against the final answer of a GSM8K solution: "... #### 1,234".
 
-
-def gsm8k_answer(solution: str) -> str:
-    """Returns the final answer of a GSM8K solution: "... #### 1,234" -> "1,234".
-
-    A number alone is returned unchanged, because `data.row_layouts` has extracted it already.
+    A number alone is a solution too, because `data.row_layouts` has extracted it already.
 
     Raises:
-      UserError: The text has no "####" with an answer after it and is no number.
+      UserError: The solution has no "####" with an answer after it and is no number.
     """
     _, hashes, answer = solution.rpartition(_HASHES)
     answer = answer.strip()
@@ -209,7 +200,7 @@ def gsm8k_answer(solution: str) -> str:
             f"GSM8K solution ending in {solution[-80:]!r} has no final answer: it must end with "
             f"'#### N', or be the number N alone; fix the row, or use the grader 'answer' for other answers"
         )
-    return answer
+    return grade_answer(response, answer)
 
 
 def _is_number(text: str) -> bool:
@@ -242,12 +233,6 @@ def _unit_name(unit: str) -> str:
     power = {"s": "2", "c": "3"}[match[1][0]] if match[1] else match[3]
     names = [UNITS.get(name, name) for name in re.split(r"\s*/\s*|\s+per\s+", match[2])]
     return "/".join(_SAME_UNITS.get(name, name) for name in names) + power
-
-
-def _same_unit(said: str, truth: str) -> bool:
-    """Returns whether two answers have the same unit; either may have none."""
-    units = {_undressed(text)[1] for text in (said, truth)} - {"", "unit", "radian"}
-    return len(units) < 2
 
 
 def _number(text: str) -> str | None:

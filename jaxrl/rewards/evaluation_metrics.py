@@ -166,9 +166,7 @@ def sizes(n: int) -> tuple[int, ...]:
 
 
 def statistics_of(
-    score_NG: np.ndarray,
-    correct_NG: np.ndarray,
-    answers: Sequence[Sequence[Hashable | None]],
+    score_NG: np.ndarray, correct_NG: np.ndarray, answers: Sequence[Sequence[Hashable | None]]
 ) -> dict[str, Estimate]:
     """Computes all statistics: name, such as "mean@8" or "maj@4", -> estimate.
 

@@ -83,9 +83,7 @@ GRADERS: dict[str, GraderKind] = {
     "choice": GraderKind("simple_graders:ChoiceGrader", 'a last line such as "Answer: C"'),
     "exact": GraderKind("simple_graders:ExactGrader", _FINAL_ANSWER),
     "regex": GraderKind(
-        "simple_graders:RegexGrader",
-        "what reward.grader_options.pattern finds",
-        in_pool=True,
+        "simple_graders:RegexGrader", "what reward.grader_options.pattern finds", in_pool=True
     ),
     "code": GraderKind(
         "sandboxed_graders:CodeGrader", "a fenced block of Python code", in_pool=True

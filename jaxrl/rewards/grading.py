@@ -191,13 +191,17 @@ class PathGrader(FunctionGrader):
         """Returns the function's verdicts; whatever it does costs its own verdict alone."""
         # All are asked before the first is waited for.
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
-        return [in_worker(future, self._verdict)() for future in asked]
-
-    def _verdict(self, grade: Any) -> Verdict:
-        try:
-            return Verdict.of(bool(grade.correct), grade.prediction)
-        except AttributeError as error:
-            return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
+        verdicts = []
+        for future in asked:
+            try:
+                grade = future.result()
+                verdicts.append(Verdict.of(bool(grade.correct), grade.prediction))
+            except WorkerFault as fault:
+                verdicts.append(Verdict.failed(fault.kind, str(fault)))
+            except AttributeError as error:
+                why = f"grader {self._path!r} returned no Grade: {error}"
+                verdicts.append(Verdict.failed("raised", why))
+        return verdicts
 
 
 def refusal(reads: Callable[[], Any]) -> str | None:

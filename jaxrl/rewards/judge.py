@@ -100,20 +100,18 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
     # No forbidden text has the mark, so a replacement cannot create another match. Deleting would:
     # "</resp</response>onse>" without "</response>" is "</response>".
     mark = next(char for char in _MARKS if not any(char in text for text in template.forbidden))
-
-    def prompt(text: str, n: int) -> str:
-        # The end, because it has the answer.
-        response = text if len(text) <= limit else _CUT + text[-limit:]
+    found = []
+    for text, n in zip(completions.policy_texts, completions.prompt_index_B, strict=True):
         fields = {
             "question": prompts.texts[n],
-            "response": response,
+            # The end of a long one, because it has the answer.
+            "response": text if len(text) <= limit else _CUT + text[-limit:],
             "answer": prompts.answers[n],
         }
+        fields = {name: forbidden.sub(mark, field) for name, field in fields.items()}
         # One pass, so braces in a field are not read as fields.
-        return _FIELD.sub(lambda match: forbidden.sub(mark, fields[match[1]]), template.text)
-
-    indices = completions.prompt_index_B
-    return tuple(prompt(text, n) for text, n in zip(completions.policy_texts, indices, strict=True))
+        found.append(_FIELD.sub(lambda match, of=fields: of[match[1]], template.text))
+    return tuple(found)
 
 
 def score_of(text: str) -> float | None:

@@ -10,7 +10,6 @@ parts. docs/answer_reader.md describes the answers.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -18,13 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl.answers.equality import equal
-from jaxrl.answers.tokens import (
-    BOX,
-    MAX_CHARS,
-    closing_brace,
-    spelled,
-    undressed,
-)
+from jaxrl.answers.tokens import BOX, MAX_CHARS, closing_brace, spelled, undressed
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import answer_span, normalize_answer
@@ -144,10 +137,17 @@ class MathGrader(Grader):
                 asked[truth, answer] = Fraction(first) == Fraction(second)
             else:
                 asked[truth, answer] = self._pool.submit("math", (truth, answer))
-        return [
-            Verdict.of(False, None) if answer is None else _verdict(asked[truth, answer], answer)
-            for truth, answer in pairs
-        ]
+        verdicts = []
+        for truth, answer in pairs:
+            if answer is None:
+                verdicts.append(Verdict.of(False, None))
+                continue
+            shown = normalize_answer(answer) or answer[:MAX_CHARS]
+            verdict = functools.partial(Verdict.of, prediction=shown)
+            found = asked[truth, answer]
+            is_known = isinstance(found, bool)
+            verdicts.append(verdict(found) if is_known else in_worker(found, verdict, shown)())
+        return verdicts
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the ground truth is empty or too long; None if it is neither."""
@@ -162,10 +162,3 @@ class MathGrader(Grader):
                 "read: name the field that holds the answer alone"
             )
         return None
-
-
-def _verdict(asked: concurrent.futures.Future[bool] | bool, answer: str) -> Verdict:
-    shown = normalize_answer(answer) or answer[:MAX_CHARS]
-    if isinstance(asked, bool):
-        return Verdict.of(asked, shown)
-    return in_worker(asked, functools.partial(Verdict.of, prediction=shown), shown)()

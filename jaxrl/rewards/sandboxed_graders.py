@@ -127,8 +127,27 @@ def read_tests(text: str) -> list[Test]:
     Raises:
       UserError: The tests have none of the forms above.
     """
+    tests: list[Test]
     try:
-        tests = _tests(text)
+        if text.lstrip().startswith("assert"):
+            tests = [_assertion(line) for line in text.splitlines() if line.strip()]
+        elif isinstance(rows := json.loads(text), list):
+            if all(isinstance(row, str) for row in rows):
+                tests = [_assertion(row) for row in rows]
+            else:
+                tests = [PrintTest(_text(row["input"]), _text(row["output"])) for row in rows]
+        else:
+            inputs, outputs, name = rows["inputs"], rows["outputs"], rows.get("fn_name")
+            if len(inputs) != len(outputs):
+                raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+            if name and not str(name).isidentifier():
+                raise ValueError(f"fn_name {name!r} is no name")
+            tests = [
+                CallTest(f"{name}({', '.join(map(repr, given))})", expected, name)
+                if name
+                else PrintTest(_text(given), _text(expected))
+                for given, expected in zip(inputs, outputs, strict=True)
+            ]
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise UserError(
             f"unit tests {text[:80]!r} cannot be read ({type(error).__name__}: {error}); write JSON with "
@@ -137,28 +156,6 @@ def read_tests(text: str) -> list[Test]:
     if not tests:
         raise UserError(f"unit tests {text[:80]!r} are none; fix or drop the row")
     return tests[:MAX_TESTS]
-
-
-def _tests(text: str) -> list[Test]:
-    if text.lstrip().startswith("assert"):
-        return [_assertion(line) for line in text.splitlines() if line.strip()]
-    rows = json.loads(text)
-    if isinstance(rows, list):
-        if all(isinstance(row, str) for row in rows):
-            return [_assertion(row) for row in rows]
-        return [PrintTest(_text(row["input"]), _text(row["output"])) for row in rows]
-    inputs, outputs = rows["inputs"], rows["outputs"]
-    if len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
-    name = rows.get("fn_name")
-    if not name:
-        return [PrintTest(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
-    if not str(name).isidentifier():
-        raise ValueError(f"fn_name {name!r} is no name")
-    return [
-        CallTest(f"{name}({', '.join(map(repr, arguments))})", expected, name)
-        for arguments, expected in zip(inputs, outputs, strict=True)
-    ]
 
 
 def _text(value: Any) -> str:
@@ -207,7 +204,13 @@ def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
         values = outcome.stderr.splitlines()[: len(calls)]
         # A program that ends early has no values for the other calls.
         values += [b"no value"] * (len(calls) - len(values))
-        return [_has_value(v, call.expected) for v, call in zip(values, calls, strict=True)]
+        passed = []
+        for value, call in zip(values, calls, strict=True):
+            try:
+                passed.append(_equal(json.loads(value), plain(call.expected)))
+            except (ValueError, RecursionError, MemoryError):
+                passed.append(False)
+        return passed
     passed = []
     left = 4 * seconds
     for test in tests:
@@ -225,13 +228,6 @@ def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
             # One failed test makes the program wrong, so the others are skipped.
             break
     return passed + [False] * (len(tests) - len(passed))
-
-
-def _has_value(reported: bytes, expected: Any) -> bool:
-    try:
-        return _equal(json.loads(reported), plain(expected))
-    except (ValueError, RecursionError, MemoryError):
-        return False
 
 
 def _equal(value: Any, expected: Any) -> bool:

@@ -19,33 +19,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import RIGHT, GradingTask, Response, Verdict
-from jaxrl.types import Completions, Prompts, Scored
-
-
-def rows_of(prompts: Prompts) -> list[GradingTask]:
-    """Returns the rows of N prompts, as graders see them."""
-    return [
-        GradingTask(answer, extra, source)
-        for answer, extra, source in zip(
-            prompts.answers, prompts.extras, prompts.sources, strict=True
-        )
-    ]
-
-
-def samples_of(completions: Completions) -> list[Response]:
-    """Returns the policy's own turns of B responses, as graders see them."""
-    rows = rows_of(completions.prompts)
-    return [
-        # An answer that a tool gave is not the policy's.
-        Response(text, tokens[mask > 0], rows[n])
-        for text, tokens, mask, n in zip(
-            completions.policy_texts,
-            completions.tokens,
-            completions.mask,
-            completions.prompt_index_B,
-            strict=True,
-        )
-    ]
+from jaxrl.types import Completions, Scored
 
 
 class AskedVerdicts:
@@ -53,7 +27,9 @@ class AskedVerdicts:
 
     def __init__(self, graders: Graders, completions: Completions):
         self._graders = graders
-        self._prompts = completions.prompts
+        self._prompts = prompts = completions.prompts
+        # The rows of N prompts, as graders see them.
+        self._rows = list(map(GradingTask, prompts.answers, prompts.extras, prompts.sources))
         self._given: list[Verdict | None] = [None] * len(completions)
         if (agents := completions.of_agents) is not None:
             for b, score in enumerate(agents.score_B.tolist()):
@@ -65,8 +41,16 @@ class AskedVerdicts:
         # The thread of the graders also makes the texts, if nobody has read them yet.
         self._future = graders.submit(
             lambda: [
-                sample
-                for sample, given in zip(samples_of(completions), self._given, strict=True)
+                # Without the turns of an environment: an answer that a tool gave is not the policy's.
+                Response(text, tokens[mask > 0], self._rows[n])
+                for text, tokens, mask, n, given in zip(
+                    completions.policy_texts,
+                    completions.tokens,
+                    completions.mask,
+                    completions.prompt_index_B,
+                    self._given,
+                    strict=True,
+                )
                 if given is None
             ]
         )
@@ -84,7 +68,7 @@ class AskedVerdicts:
             graded = iter(self._future.result())
             return [next(graded) if given is None else given for given in self._given]
         except UserError as error:
-            for n, row in enumerate(rows_of(self._prompts)):
+            for n, row in enumerate(self._rows):
                 if fault := self._graders.validate(row):
                     where = f"prompt {self._prompts.ids_N[n]} of {row.source!r}"
                     raise UserError(f"{where}: {fault}") from error
@@ -187,7 +171,8 @@ def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
     try:
         value_B = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what} returned {_shown(values)}: {error}; {rule}") from error
+        shown = f"{type(values).__name__} {values!r}"[:80]
+        raise UserError(f"{what} returned {shown}: {error}; {rule}") from error
     if value_B.shape != (count,):
         raise UserError(f"{what} returned an array of shape {value_B.shape}; {rule}")
     # Written so that NaN, which compares false, counts as wrong.
@@ -199,7 +184,3 @@ def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
             "number for every response, such as 0 where there is nothing to score"
         )
     return value_B.astype(np.float32)
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]

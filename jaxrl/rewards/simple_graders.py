@@ -9,14 +9,7 @@ from collections.abc import Callable
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import extract_answer
-from jaxrl.rewards.grading import (
-    Grader,
-    GradingTask,
-    Response,
-    Verdict,
-    empty_fault,
-    in_worker,
-)
+from jaxrl.rewards.grading import Grader, GradingTask, Response, Verdict, empty_fault, in_worker
 
 _LABEL = re.compile(r"\(?([A-Z])\)?[.:]?")
 # One letter, alone or before the text of its choice: "C", "(C)", "**C.**", "(C) 42", "C: 42", "option C".

@@ -141,11 +141,7 @@ class UserRewards:
         """
         self._interrupted = interrupted
         self._pool = ProcessPool(
-            paths,
-            reward_function,
-            what="reward function",
-            patience_s=timeout_s,
-            start_s=timeout_s,
+            paths, reward_function, what="reward function", patience_s=timeout_s, start_s=timeout_s
         )
         if paths:
             # Now, so that an error of an import ends the run before anything compiles.

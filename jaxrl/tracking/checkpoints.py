@@ -117,24 +117,6 @@ class StoredCheckpoints:
         found = [f"step {step}: {fault}" for step, fault in faults.items() if fault is not None]
         return found + ([f"{len(aside)} in {self.paths.damaged}"] if aside else [])
 
-    def write_manifest(self, step: int, rows: RowChecksum | None = None) -> None:
-        """Writes the manifest of a finished checkpoint, after flushing the checkpoint's files to disk.
-
-        Args:
-          step: the checkpoint's step.
-          rows: checksum of the metric rows up to this step; None if the stage keeps no metrics.
-        """
-        checkpoint = self.paths.step(step)
-        checksums = _checksums(checkpoint)
-        if rows is not None:
-            checksums[_ROWS] = list(rows)
-        # Files first, then the manifest: a power cut may reorder what is not flushed.
-        for path in (*checkpoint.rglob("*"), checkpoint, self.paths.path):
-            sync(path)
-        self.paths.manifests.mkdir(exist_ok=True)
-        write_atomically(self.paths.manifest(step), json.dumps(checksums).encode())
-        sync(self.paths.manifests.parent)
-
     def fault(self, step: int) -> str | None:
         """Returns why a checkpoint is damaged or unfinished; None if it is intact. Reads all of its files."""
         try:
@@ -369,11 +351,7 @@ class Checkpoints:
         return _with_arrays(found["record"], found[_ARRAYS] if _ARRAYS in items else {})
 
     def restore(
-        self,
-        step: int,
-        like: dict[str, TrainState],
-        *,
-        layers: Mapping[str, int] | None = None,
+        self, step: int, like: dict[str, TrainState], *, layers: Mapping[str, int] | None = None
     ) -> dict[str, TrainState]:
         """Restores the training states of a checkpoint.
 
@@ -436,7 +414,17 @@ class Checkpoints:
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
-        self.stored.write_manifest(step, rows)
+        paths = self.stored.paths
+        checkpoint = paths.step(step)
+        checksums = _checksums(checkpoint)
+        if rows is not None:
+            checksums[_ROWS] = list(rows)
+        # Files first, then the manifest: a power cut may reorder what is not flushed.
+        for path in (*checkpoint.rglob("*"), checkpoint, paths.path):
+            sync(path)
+        paths.manifests.mkdir(exist_ok=True)
+        write_atomically(paths.manifest(step), json.dumps(checksums).encode())
+        sync(paths.manifests.parent)
         if self._keep is not None:
             for old in [each for each in self.stored.steps if each <= step][: -self._keep]:
                 self._remove(old)

@@ -14,7 +14,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
@@ -22,15 +22,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl.errors import UserError
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
-from jaxrl.tracking.run_folder import StageFolder, split_logger
-
-
-class Logger(Protocol):
-    """Writes the metrics of each step somewhere."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+from jaxrl.tracking.run_folder import StageFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +38,6 @@ class LoggedRun:
     project: str = "jaxrl"
     name: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def open_logger(entry: str, folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logger:
-    """Opens a logger.
-
-    Args:
-      entry: entry of `run.loggers`.
-      folder: folder of the training stage.
-      resume_step: step of the restored checkpoint; None for a new stage.
-      run: description of the run.
-
-    Raises:
-      UserError: the logger's package is not installed, it does not start, or its folder is not writable.
-    """
-    # A project of the entry itself wins over that of the recipe.
-    name, project = split_logger(entry)
-    run = dataclasses.replace(run, project=project or run.project)
-    return _LOGGERS[name](folder, resume_step, run)
 
 
 class _TensorBoard:
@@ -134,6 +108,10 @@ class _Hosted:
         self._run.finish()
 
 
+Logger = _TensorBoard | _Hosted
+"""Writes the metrics of each step somewhere."""
+
+
 def _wandb(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logger:
     # A resumed run keeps its id. wandb ignores steps that it already has: after a kill the run repeats some
     # steps with the same values, so nothing is lost.
@@ -156,7 +134,7 @@ def _trackio(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Lo
     return _Hosted("trackio", run, hint, resume=resume, embed=False)
 
 
-_LOGGERS: dict[str, Callable[[StageFolder, int | None, LoggedRun], Logger]] = {
+LOGGER_KINDS: dict[str, Callable[[StageFolder, int | None, LoggedRun], Logger]] = {
     "tensorboard": _TensorBoard,
     "wandb": _wandb,
     "trackio": _trackio,

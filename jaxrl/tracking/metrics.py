@@ -8,6 +8,7 @@ Not covered: reducing metrics over hosts. The caller passes plain floats on one 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
-from jaxrl.tracking.loggers import LoggedRun, Logger, open_logger
-from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.loggers import LOGGER_KINDS, LoggedRun, Logger
+from jaxrl.tracking.run_folder import StageFolder, split_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -128,6 +129,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
     A run that was killed and resumed has the same metrics.jsonl as an uninterrupted run, apart from times:
     rows after the restored checkpoint are dropped before the run repeats their steps.
 
+    Attributes:
+      checksum: checksum of the rows so far.
+
     Args:
       directory: folder of the stage, as in `StageFolder`.
       resume_step: step of the restored checkpoint; later rows are dropped. None for a new stage, which
@@ -152,41 +156,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
     ):
         folder = StageFolder(Path(directory))
         ensure_writable(directory)
-        with contextlib.ExitStack() as on_failure:
-            self._rows = _JsonlFile(folder.metrics, resume_step, drops_damaged=drops_damaged)
-            self._loggers: list[Logger] = [self._rows]
-            # A logger that does not start must not leave the others open.
-            on_failure.callback(self.close)
-            for entry in loggers:
-                self._loggers.append(open_logger(entry, folder, resume_step, run))
-            on_failure.pop_all()
-
-    @property
-    def checksum(self) -> RowChecksum:
-        return self._rows.checksum
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step. Steps must increase from call to call."""
-        values = {key: float(value) for key, value in metrics.items()}
-        # metrics.jsonl comes first: what a logger has, the source of truth has too.
-        for logger in self._loggers:
-            logger.write(step, values)
-
-    def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-
-class _JsonlFile:
-    """Writes one line per step. The line is on disk when `write` returns."""
-
-    def __init__(self, path: Path, resume_step: int | None, *, drops_damaged: bool):
         kept = []
-        if resume_step is not None and path.exists():
-            lines = _read_lines(path, skips_damaged=drops_damaged)
+        if resume_step is not None and folder.metrics.exists():
+            lines = _read_lines(folder.metrics, skips_damaged=drops_damaged)
             kept = [
                 (line + b"\n", row["step"]) for line, row in lines if row["step"] <= resume_step
             ]
@@ -194,21 +166,40 @@ class _JsonlFile:
         for line, step in kept:
             self.checksum = self.checksum.extended_by(line, step)
         # Keep the bytes of the lines: parsing and printing them again could change them.
-        write_atomically(path, b"".join(line for line, _ in kept))
-        self._file = AppendedFile(path)
+        write_atomically(folder.metrics, b"".join(line for line, _ in kept))
+        self._file = AppendedFile(folder.metrics)
+        self._loggers: list[Logger] = []
+        with contextlib.ExitStack() as on_failure:
+            # A logger that does not start must not leave the others open.
+            on_failure.callback(self.close)
+            for entry in loggers:
+                # A project of the entry itself wins over that of the recipe.
+                name, project = split_logger(entry)
+                of_entry = dataclasses.replace(run, project=project or run.project)
+                self._loggers.append(LOGGER_KINDS[name](folder, resume_step, of_entry))
+            on_failure.pop_all()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step to disk. Steps must increase from call to call."""
+        values = {key: float(value) for key, value in metrics.items()}
         last = self.checksum.last_step
         assert step > last, f"step {step} after step {last}: one row per step, in increasing order"
         row = {"step": step, "time_s": round(time.time(), 3)}
         # JSON has no NaN or infinity. Every parser accepts them as strings, and float() converts them back.
         row |= {key: x if math.isfinite(x) else str(x) for key, x in values.items()}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        # metrics.jsonl comes first: what a logger has, the source of truth has too.
         self._file.append(line)
         self.checksum = self.checksum.extended_by(line, step)
+        for logger in self._loggers:
+            logger.write(step, values)
 
     def close(self) -> None:
-        self._file.close()
+        for opened in (self._file, *self._loggers):
+            opened.close()
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
 
 def _read_lines(path: Path, *, skips_damaged: bool) -> list[tuple[bytes, dict[str, Any]]]:

@@ -104,10 +104,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_interactive:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._view,
-            )
+            self._live = Live(console=self._console, get_renderable=self._view)
             self._live.start()
         return self
 
@@ -136,8 +133,11 @@ class Progress:
         if self._last_update_s is not None and num_steps > 0:
             self._step_seconds.append((now_s - self._last_update_s) / num_steps)
         self._last_update_s = now_s
+        # First the step, which the steps left follow from.
         self._steps.update(self._task_id, completed=step)
-        self._steps.update(self._task_id, eta=self._eta_text())
+        eta_s = self.eta_s()
+        eta = "" if eta_s is None else f"eta {duration(eta_s)}"
+        self._steps.update(self._task_id, eta=eta)
         # Rewards stand before evaluations, and what explains them after.
         before, after = (
             [self._entry(label, metrics[key], show) for key, label, show in table if key in metrics]
@@ -156,12 +156,13 @@ class Progress:
             text = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
             shown = [*before, *measured.values(), *after]
             values = [f"{entry.label} {entry.value}" for entry in shown]
-            line = [task.description, text, self._eta_text(), *values]
-            self._print("  ".join(filter(None, line)))
+            line = "  ".join(filter(None, [task.description, text, eta, *values]))
+            self._console.print(Text(line), soft_wrap=True, highlight=False)
 
     def message(self, text: str) -> None:
         """Prints a text, above the live view if there is one. Control characters are replaced."""
-        self._print(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+        harmless = Text(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+        self._console.print(harmless, soft_wrap=True, highlight=False)
 
     def eta_s(self) -> float | None:
         """The estimated seconds left, from the median time of recent steps; None before a step was timed."""
@@ -185,13 +186,6 @@ class Progress:
             for v in trend
         )
         return _Entry(label, show(value), "".join(bars))
-
-    def _eta_text(self) -> str:
-        eta_s = self.eta_s()
-        return "" if eta_s is None else f"eta {duration(eta_s)}"
-
-    def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True, highlight=False)
 
     def _view(self) -> Group:
         # Two columns, filled one after the other, so that related metrics stay below each other.

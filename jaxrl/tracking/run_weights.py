@@ -15,16 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.models.huggingface.config_json import (
-    read_adapter_config,
-    read_config,
-    read_config_json,
-)
-from jaxrl.models.huggingface.model_files import (
-    ADAPTER_CONFIG_FILE,
-    check_new,
-    copy_companions,
-)
+from jaxrl.models.huggingface.config_json import read_adapter_config, read_config, read_config_json
+from jaxrl.models.huggingface.model_files import ADAPTER_CONFIG_FILE, check_new, copy_companions
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints

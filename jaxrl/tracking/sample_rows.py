@@ -19,6 +19,7 @@ untrusted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -112,14 +113,10 @@ def sample_rows(
         yield row
 
 
-def to_line(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSONL, in ASCII because lone surrogates cannot be encoded as UTF-8."""
-    return json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Rows as the content of a JSONL file."""
-    return b"".join(map(to_line, rows))
+    """Rows as the content of a JSONL file, in ASCII because lone surrogates cannot be encoded as UTF-8."""
+    dump = functools.partial(json.dumps, allow_nan=False, separators=(",", ":"))
+    return b"".join(dump(row).encode() + b"\n" for row in rows)
 
 
 def read_head(line: bytes) -> dict[str, Any]:

@@ -16,11 +16,7 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.checkpoints import (
-    Checkpoints,
-    StoredCheckpoints,
-    wait_for_all_processes,
-)
+from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints, wait_for_all_processes
 from jaxrl.tracking.metrics import RowChecksum
 from jaxrl.tracking.run_folder import StageFolder
 

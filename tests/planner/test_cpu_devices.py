@@ -11,7 +11,7 @@ from jaxrl.commands.run_commands import train_or_plan
 from jaxrl.config.schema import Config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner import resolve
-from jaxrl.planner.resolve import takes_two_devices, with_cpu_devices
+from jaxrl.planner.resolve import with_cpu_devices
 
 WIDE = Config(model=ModelConfig(d_model=256, num_heads=8, num_kv_heads=4))
 
@@ -69,7 +69,6 @@ def test_accelerators_are_taken_as_they_are(monkeypatch, two_cores, platforms):
 )
 def test_what_speaks_of_devices_or_does_not_halve_leaves_one(two_cores, changes):
     config = changed(**changes)
-    assert not takes_two_devices(config)
     resolved = with_cpu_devices(config).mesh
     assert (resolved.simulated_devices, resolved.train) == (0, config.mesh.train)
 

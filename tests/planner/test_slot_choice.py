@@ -109,18 +109,6 @@ def test_the_compilers_own_figures_decide(first, most, constant, each, stair):
     assert found == most or bytes_with(found + 2) > 100 - stair
 
 
-@pytest.mark.parametrize(("first", "tries"), [(80, 2), (83, 1), (85, 2), (200, 2)])
-def test_what_grows_evenly_is_found_in_two_tries(first, tries):
-    tried = []
-
-    def bytes_with(slots):
-        tried.append(slots)
-        return 16.5 + slots
-
-    assert most_that_fit(bytes_with, 100, first=first, most=1000, slot=1.0) == 83
-    assert len(tried) == tries
-
-
 def test_rows_that_do_not_divide_are_refused_before_anything_is_compiled():
     def never(*args):
         raise AssertionError("slots are compiled")

@@ -144,15 +144,6 @@ def test_every_role_is_counted_and_what_is_assumed_is_said():
     assert "not counted: cost.pretrain_coef" in out.getvalue() and "may fit" not in out.getvalue()
 
 
-def test_roles_that_take_turns_do_not_add_up():
-    found = plan_of("ppo_tiny")
-    turns = {
-        turn: sum(h.bytes_per_device for h in buffers(found) if h.learning and h.turn == turn)
-        for turn in ("", "actor", "critic")
-    }
-    assert found.pools[0].bytes_in("learning") == turns[""] + max(turns["actor"], turns["critic"])
-
-
 @pytest.mark.long
 def test_pools_of_a_placement_are_counted_each():
     config = dataclasses.replace(

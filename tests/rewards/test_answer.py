@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Grade
-from jaxrl.rewards.answer import (
-    extract_answer,
-    grade_answer,
-    grade_gsm8k,
-    gsm8k_answer,
-    normalize_answer,
-)
+from jaxrl.rewards.answer import extract_answer, grade_answer, grade_gsm8k, normalize_answer
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 
@@ -102,7 +96,6 @@ def test_no_answer_is_no_prediction():
 
 def test_gsm8k():
     solution = "He has 2*617 = <<2*617=1234>>1,234 apples.\n#### 1,234"
-    assert gsm8k_answer(solution) == "1,234"
     assert grade_gsm8k("Answer: $1,234", solution) == Grade(True, "1234")
     # As the model is taught to answer, whatever of it the data's answer field holds.
     for grade in (grade_gsm8k, grade_answer):
@@ -112,7 +105,7 @@ def test_gsm8k():
     assert grade_answer(solution, "1234") == Grade(True, "1234")
     for other in ("so ####  ", "x = 12", "twelve", "12 apples", "", "12 or 13"):
         with pytest.raises(UserError, match="no final answer"):
-            gsm8k_answer(other)
+            grade_gsm8k("", other)
 
 
 @pytest.mark.parametrize("number", ["1234", "1,234", " 1234 ", "1234.0"])
@@ -254,7 +247,7 @@ def test_every_true_answer_counts_and_its_neighbour_does_not(name):
 )
 def test_every_gsm8k_solution_is_right(name):
     for solution in _column(name):
-        answer = gsm8k_answer(solution)
+        answer = solution.rpartition("####")[2]
         assert grade_gsm8k(solution, solution).correct
         assert grade_answer(solution, answer).correct
         assert grade_answer(f"#### {answer}", solution).correct

@@ -10,8 +10,8 @@ from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
 from jaxrl.rewards.answer import grade_answer
-from jaxrl.rewards.grading import FunctionGrader
-from jaxrl.rewards.score import AskedVerdicts, samples_of, score_completions
+from jaxrl.rewards.grading import FunctionGrader, Grader, Verdict
+from jaxrl.rewards.score import AskedVerdicts, score_completions
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
 from jaxrl.types import Branch, Completions, Prompts
@@ -92,7 +92,15 @@ def test_the_words_of_an_environment_are_not_graded(turns, correct):
     (verdict,) = AskedVerdicts(Graders(("answer", {})), completions).result()
     assert verdict.correct is correct
     # Tokens neither, for graders that look at them.
-    (sample,) = samples_of(completions)
+    seen = []
+
+    class Sees(Grader):
+        def grade(self, samples):
+            seen.extend(samples)
+            return [Verdict(0.0, False)]
+
+    AskedVerdicts(Graders.of(Sees()), completions).result()
+    (sample,) = seen
     said = "".join(text for by_policy, text in turns if by_policy)
     assert sample.tokens.tolist() == [ord(character) for character in said]
     both = Completions.concatenate([completions, completions]).take([1])

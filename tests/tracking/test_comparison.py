@@ -202,10 +202,6 @@ def test_the_page_is_self_contained_and_untrusted_text_is_escaped(tmp_path, two)
     assert text.count("&lt;script&gt;") >= 4
 
 
-def test_equal_runs_give_equal_bytes(tmp_path, two):
-    assert report(tmp_path, *two) == report(tmp_path, *two)
-
-
 @pytest.mark.parametrize(
     ("paths", "labels"),
     [

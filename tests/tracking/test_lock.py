@@ -49,9 +49,3 @@ def test_an_old_lock_file_does_not_block(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff\x00")
     with run_lock(tmp_path):
         assert f"process {os.getpid()}" in (tmp_path / "lock").read_text()
-
-
-def test_a_file_instead_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match=r"run' \(File exists\)"), run_lock(tmp_path / "run"):
-        pass

@@ -77,12 +77,6 @@ def test_damage_is_reported_and_nothing_changes(damage, stage):
     assert stage.metrics.read_bytes() == damaged
 
 
-def test_a_file_that_is_missing(stage):
-    stage.metrics.unlink()
-    fault = lost_rows(stage)
-    assert fault is not None and "has none of the 5 rows to step 4" in fault
-
-
 def test_rows_of_a_damaged_checkpoint_may_be_missing(stage):
     """The steps after 2 are repeated, and with them their rows."""
     stage.metrics.write_bytes(b"".join(lines(stage.metrics)[:4]))

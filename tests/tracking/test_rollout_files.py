@@ -18,7 +18,7 @@ from jaxrl.tracking.sample_rows import (
     TokenStrings,
     logprobs_by_response,
     sample_rows,
-    to_line,
+    to_lines,
 )
 from jaxrl.types import AgentRows, Branch, Completions, GraderFailure, Prompts, Scored, TurnText
 
@@ -60,7 +60,7 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
 
 def rows_of(tokenizer, scored, **options) -> list[dict]:
     rows = sample_rows(scored, TokenStrings(tokenizer), stop_ids=tokenizer.stop_ids, **options)
-    return [json.loads(to_line(row)) for row in rows]
+    return [json.loads(to_lines([row])) for row in rows]
 
 
 def test_a_grader_failure_is_in_the_row(tokenizer):
@@ -231,14 +231,3 @@ def test_other_errors_are_raised(tmp_path):
     files.write(10, lambda: [{"x": object()}])
     with pytest.raises(TypeError):
         files.close()
-
-
-def test_a_folder_instead_of_the_samples_is_only_a_warning(tmp_path, caplog):
-    folder = RunFolder(tmp_path).rollouts
-    folder.step(1).mkdir(parents=True)
-    files = RolloutFiles(folder, every=1)
-    files.remove_after(0)
-    files.write(1, lambda: [{"step": 1}])
-    files.close()
-    assert "samples could not be written" in caplog.text and "is a folder" in caplog.text
-    assert folder.steps() == {}

@@ -285,7 +285,8 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
     # Compiling a large program takes minutes; its figures are a few kilobytes.
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as dump:
-        options = {"xla_dump_to": dump} if topology.platform == "tpu" else None
+        is_tpu = topology.devices[0].platform == "tpu"
+        options = {"xla_dump_to": dump} if is_tpu else None
         try:
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:

@@ -69,15 +69,13 @@ def abstract_batch(
     role: PackedModel, shape: PackedShape, kind: type[PackedBatch] = TrainBatch
 ) -> Any:
     """Shapes and shardings of a batch on a role's mesh; `kind` is its type, by default the policy's."""
-
-    def field(name: str) -> jax.ShapeDtypeStruct:
+    fields: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(kind)):
         is_count = name == "num_micro_U"
         dims = (shape.minibatches,) if is_count else dataclasses.astuple(shape)
         dtype = jnp.int32 if is_count or name in _INTEGER_FIELDS else jnp.float32
-        spec = rows_and_length(role.mesh, dims)
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(role.mesh, spec))
-
-    fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(kind)}
+        where = NamedSharding(role.mesh, rows_and_length(role.mesh, dims))
+        fields[name] = jax.ShapeDtypeStruct(dims, dtype, sharding=where)
     # Without shared prompts a batch has no such field, and the program has another signature.
     if not role.train.shares_prompts:
         fields["prefix_ids"] = None
@@ -101,15 +99,16 @@ def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
     layers = []
     # On CPU copies come and go with each call.
     if engine.lists_layers and platform_of(engine.mesh) != "cpu":
-        one = jax.tree.map(_without_stack, params["layers"])
+        one = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape[1:],
+                leaf.dtype,
+                sharding=NamedSharding(engine.mesh, PartitionSpec(*leaf.sharding.spec[1:])),
+            ),
+            params["layers"],
+        )
         layers = [one] * jax.tree.leaves(params["layers"])[0].shape[0]
     return SamplerShapes(params, engine.abstract_decode_state(), layers)
-
-
-def _without_stack(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding: Any = leaf.sharding
-    one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=one_layer)
 
 
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:
@@ -199,11 +198,13 @@ def matmul_flops(
     total = 0.0
     for eqn in program.eqns:
         name, params = eqn.primitive.name, eqn.params
-        if (kernel := _KERNELS.get(str(params.get("name")))) is not None:
-            # Recomputation can split off a part that prepares masks and sizes, which has no float.
-            aval: Any = eqn.invars[0].aval if eqn.invars else None
-            if aval is not None and jnp.issubdtype(aval.dtype, jnp.floating):
-                total += kernel(eqn)
+        if str(params.get("name")) == GROUPED_MATMUL:
+            # Of rows [M, K] and matrices [G, K, N], or of rows [M, K] and the gradients [M, N] of their
+            # products. Recomputation can split off a part that prepares masks and sizes, which has no float.
+            rows: Any = eqn.invars[0].aval if eqn.invars else None
+            if rows is not None and jnp.issubdtype(rows.dtype, jnp.floating):
+                products: Any = eqn.outvars[0].aval
+                total += 2 * rows.size * products.shape[-1]
             continue
         if name in _MATMULS:
             total += _MATMULS[name](eqn)
@@ -242,11 +243,6 @@ def _times(eqn: jax_core.JaxprEqn, open_loops: float) -> float:
     return 1
 
 
-def _matmul(eqn: jax_core.JaxprEqn) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return _product(eqn, contracted)
-
-
 def _product(eqn: jax_core.JaxprEqn, contracted: Sequence[int]) -> int:
     # Operations of a product that sums over these dimensions of its first factor.
     left: Any = eqn.invars[0].aval
@@ -262,22 +258,11 @@ def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
     return matmuls * query.size * key.shape[1]
 
 
-def _grouped_matmul(eqn: jax_core.JaxprEqn) -> int:
-    # Of rows [M, K] and matrices [G, K, N], or of rows [M, K] and the gradients [M, N] of their products.
-    left: Any = eqn.invars[0].aval
-    result: Any = eqn.outvars[0].aval
-    return 2 * left.size * result.shape[-1]
-
-
 _MATMULS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
-    "dot_general": _matmul,
+    "dot_general": lambda eqn: _product(eqn, eqn.params["dimension_numbers"][0][0]),
     # Forward: scores, weighted values. Backward: four gradients, and the scores again.
     "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, matmuls=2),
     "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, matmuls=5),
-}
-# Kernels by the name of the function around them.
-_KERNELS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
-    GROUPED_MATMUL: _grouped_matmul,
 }
 
 
@@ -366,41 +351,36 @@ class Program:
 
 def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[Program]:
     """The programs of resharding, and the engine's programs at their largest sizes."""
-    role = "rollout"
-    if isinstance(actor.resharding, Resharding):
-        yield from _resharding(actor.resharding)
+    role, resharding = "rollout", actor.resharding
+    if isinstance(resharding, Resharding):
         role = "actor"
+        # Leaves with equal shapes and layouts share one program.
+        keys = [(b.weights, b.num_slices) for b in resharding.buckets]
+        distinct = list(dict.fromkeys(keys))
+        first = {key: resharding.buckets[keys.index(key)] for key in distinct}
+
+        def peak(own: Sequence[int]) -> int:
+            of_key = dict(zip(distinct, own, strict=True))
+            return resharding.peak_bytes([of_key[key] for key in keys])
+
+        # Each moved weight is read in one layout and written in the other.
+        moved = sum(w.train_bytes + w.generate_bytes for w in resharding.weights if w.moves)
+        held = frozenset({WEIGHTS, SAMPLER, CACHE})
+        # No weight moves if both layouts have the same shardings.
+        if keys:
+            gathers = tuple(
+                Piece(b.gather_program, b.gather_arguments(), calls=keys.count(key) * b.num_slices)
+                for key, b in first.items()
+            )
+            yield Program("actor", "to_generate", "sampling", gathers, held, moved, peak)
+        if keys and resharding.donate:
+            cuts = tuple(
+                Piece(b.slice_program, b.slice_arguments(), calls=keys.count(key))
+                for key, b in first.items()
+            )
+            yield Program("actor", "to_train", "learning", cuts, held, moved, peak)
     shapes, axes = actor.model_shapes, actor.axes
     yield from engine_programs(engine, load, role=role, shapes=shapes, axes=axes)
-
-
-def _resharding(resharding: Resharding) -> Iterator[Program]:
-    # No weight moves if both layouts have the same shardings.
-    if not resharding.buckets:
-        return
-    # Leaves with equal shapes and layouts share one program.
-    keys = [(b.weights, b.num_slices) for b in resharding.buckets]
-    distinct = list(dict.fromkeys(keys))
-    first = {key: resharding.buckets[keys.index(key)] for key in distinct}
-
-    def peak(own: Sequence[int]) -> int:
-        of_key = dict(zip(distinct, own, strict=True))
-        return resharding.peak_bytes([of_key[key] for key in keys])
-
-    # Each moved weight is read in one layout and written in the other.
-    moved = sum(w.train_bytes + w.generate_bytes for w in resharding.weights if w.moves)
-    gathers = tuple(
-        Piece(b.gather_program, b.gather_arguments(), calls=keys.count(key) * b.num_slices)
-        for key, b in first.items()
-    )
-    held = frozenset({WEIGHTS, SAMPLER, CACHE})
-    yield Program("actor", "to_generate", "sampling", gathers, held, moved, peak)
-    if resharding.donate:
-        cuts = tuple(
-            Piece(b.slice_program, b.slice_arguments(), calls=keys.count(key))
-            for key, b in first.items()
-        )
-        yield Program("actor", "to_train", "learning", cuts, held, moved, peak)
 
 
 def handover_program(handover: Handover) -> Program:
@@ -490,8 +470,7 @@ def engine_programs(
     step = weights - _unread_experts(engine, params, busy)
     step += busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
     yield Program(
-        *(role, "prefill", "sampling", (prefill,), frozenset({own})),
-        prefill.calls * weights,
+        *(role, "prefill", "sampling", (prefill,), frozenset({own})), prefill.calls * weights
     )
     insert = Piece(engine.insert, started, calls=calls, share=share)
     yield Program(

@@ -87,15 +87,6 @@ class Topology:
         target = GPU_TARGETS.get(self.accelerator.name)
         return target["memory"] if target else int(self.accelerator.memory_gb * 1e9)
 
-    @property
-    def kind(self) -> str:
-        """JAX's name of the kind of device."""
-        return self.devices[0].device_kind
-
-    @property
-    def platform(self) -> str:
-        return self.devices[0].platform
-
 
 def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
     """The two smallest topologies with at least `devices` devices, to complete the message "use ..."."""
@@ -173,20 +164,20 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
         platform="cuda", target_config=target_text(chip), topology=f"1x{hosts}x{per_host}"
     ).devices
     if jax.default_backend() != "gpu":
-        _answer_for(devices[0])
+        # JAX asks the default device, here a CPU, what cuDNN and kernels may do on the GPU that it compiles
+        # for.
+        gpu = devices[0]
+        capability = float(gpu.compute_capability)
+        fused_attention_stablehlo.check_compute_capability = lambda least: (
+            capability >= float(least)
+        )
+        # From jax 0.11 on.
+        with contextlib.suppress(ImportError):
+            from jax._src.pallas.triton import gpu_info  # pyright: ignore
+
+            version = gpu_info.gpu_version_from_device_kind(gpu.device_kind)
+            gpu_info.get_gpu_info = lambda: gpu_info.get_gpu_info_from_version(version)
     return devices
-
-
-def _answer_for(gpu: Any) -> None:
-    # JAX asks the default device, here a CPU, what cuDNN and kernels may do on the GPU that it compiles for.
-    capability = float(gpu.compute_capability)
-    fused_attention_stablehlo.check_compute_capability = lambda least: capability >= float(least)
-    # From jax 0.11 on.
-    with contextlib.suppress(ImportError):
-        from jax._src.pallas.triton import gpu_info  # pyright: ignore
-
-        version = gpu_info.gpu_version_from_device_kind(gpu.device_kind)
-        gpu_info.get_gpu_info = lambda: gpu_info.get_gpu_info_from_version(version)
 
 
 _TPU_HOST_CHIPS = 4

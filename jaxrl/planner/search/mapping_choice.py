@@ -38,10 +38,7 @@ _CHANGED = {
 
 
 def search_for(
-    config: Config,
-    cluster: Cluster,
-    *,
-    responses: LengthDistribution | None = None,
+    config: Config, cluster: Cluster, *, responses: LengthDistribution | None = None
 ) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
@@ -81,10 +78,7 @@ def search_for(
 
 
 def propose(
-    config: Config,
-    cluster: Cluster,
-    *,
-    responses: LengthDistribution | None = None,
+    config: Config, cluster: Cluster, *, responses: LengthDistribution | None = None
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
@@ -133,9 +127,7 @@ def with_mapping(config: Config, found: Mapping) -> Config:
         placement = {}
     mesh = dataclasses.replace(config.mesh, layout="as_given", **whole)
     rollout = dataclasses.replace(
-        config.rollout,
-        slots=actor.slots * replicas,
-        cache_tokens=actor.cache_tokens * replicas,
+        config.rollout, slots=actor.slots * replicas, cache_tokens=actor.cache_tokens * replicas
     )
     train = dataclasses.replace(
         config.train, rows=found.microbatch_rows, pipeline_microbatches=0, remat=found.remat

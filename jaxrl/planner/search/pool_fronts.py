@@ -43,10 +43,7 @@ import numpy as np
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.search.mapping import MappingProblem, SearchLimits
-from jaxrl.planner.simulation.simulate_generation import (
-    GenerationGroups,
-    GenerationSimulator,
-)
+from jaxrl.planner.simulation.simulate_generation import GenerationGroups, GenerationSimulator
 from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 
 # Stages that would hold more layers than this, relative to the model's, are not tried: fewer stages are
@@ -192,13 +189,6 @@ def _splits(model: ModelConfig, t: int, most: int) -> bool:
     return t <= most and not any(n % t for n in (model.num_heads, model.vocab_size, *widths))
 
 
-def generations_of(layout: ParallelLayout) -> Iterator[ParallelLayout]:
-    """The layout with every p_g and t_g: divisors of p and t, or its own t_g, if that takes replicas."""
-    tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
-    for p_g, t_g in itertools.product(divisors(layout.p), tensor):
-        yield dataclasses.replace(layout, p_g=p_g, t_g=t_g)
-
-
 @dataclasses.dataclass(frozen=True)
 class RoleOptions:
     """The Pareto-optimal layouts of a role on n devices, and their costs, float64 [K, 4]."""
@@ -242,10 +232,12 @@ class GenerationChoice:
         # Options of the same groups share their times.
         by_groups: dict[GenerationGroups, list[int]] = {}
         for i, layout in enumerate(options.layouts):
-            for generating in generations_of(layout):
-                if self._model.num_periods % generating.p_g:
+            # Divisors of p and t, or the layout's own t_g, if that takes replicas.
+            tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
+            for p_g, t_g in itertools.product(divisors(layout.p), tensor):
+                if self._model.num_periods % p_g:
                     continue
-                groups = self._simulator.groups(generating)
+                groups = self._simulator.groups(dataclasses.replace(layout, p_g=p_g, t_g=t_g))
                 by_groups.setdefault(groups, []).append(i)
         # In a fixed order, so that of equally fast choices each search takes the same.
         for groups, rows in sorted(by_groups.items()):
@@ -264,24 +256,20 @@ class GenerationChoice:
         times = self._times(groups)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
-
-        def best_within(most: int) -> tuple[float, int]:
-            # (seconds, slots) of the best number of slots up to `most`, which itself is also tried.
-            if most < 1:
-                return np.inf, 0
-            place = np.searchsorted(times.room, most, side="right") - 1
-            known = float(times.seconds[place]), int(times.slots[place])
-            if times.room[place] == most:
-                return known
-            return min(known, (self._exact(groups, most), most))
-
         fitting = self._simulator.fitting_slots(self._model, groups, free)
         # More slots than the samples of a replica are never used.
         usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
-        numbers, place = np.unique(usable, return_inverse=True)
-        best = [best_within(n) for n in numbers.tolist()]
+        numbers, number_of = np.unique(usable, return_inverse=True)
+        # (seconds, slots) of the best number of slots up to each of these, which itself is also tried.
+        best: list[tuple[float, int]] = []
+        for most in numbers.tolist():
+            place = np.searchsorted(times.room, most, side="right") - 1
+            found = (float(times.seconds[place]), int(times.slots[place])) if most else (np.inf, 0)
+            if most and times.room[place] != most:
+                found = min(found, (self._exact(groups, most), most))
+            best.append(found)
         # No numbers if there is no combination of other roles.
-        pairs = np.array(best).reshape(-1, 2)[place].reshape(*free.shape, 2)
+        pairs = np.array(best).reshape(-1, 2)[number_of].reshape(*free.shape, 2)
         sizes = {"p_g": groups.p_g, "t_g": groups.t_g}
         layouts = [dataclasses.replace(options.layouts[i], **sizes) for i in rows]
         moved = [self._resharding(layout) for layout in layouts]

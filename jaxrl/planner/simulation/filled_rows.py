@@ -40,10 +40,6 @@ class FilledRows:
     tokens: int
     unused: float
 
-    @property
-    def most(self) -> int:
-        return max(self.rows_U)
-
     def microbatches(self, rows: float, *, fill_minibatches: bool) -> float:
         """Number of microbatches of a minibatch, the mean over the minibatches.
 

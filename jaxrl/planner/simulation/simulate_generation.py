@@ -159,12 +159,7 @@ class GenerationSimulator:
         return GenerationGroups(layout.num_devices, layout.p_g, layout.t_g, *rings)
 
     def best_seconds(
-        self,
-        model: ModelConfig,
-        groups: GenerationGroups,
-        *,
-        budget: float,
-        greedy: bool = False,
+        self, model: ModelConfig, groups: GenerationGroups, *, budget: float, greedy: bool = False
     ) -> SlotTimes:
         """Seconds without resharding, by the number of slots that fit.
 

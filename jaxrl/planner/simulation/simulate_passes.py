@@ -173,7 +173,7 @@ class PassSimulator:
             wanted = math.gcd(max(1, rows // d), wanted)
         else:
             if work.pipeline_microbatches:
-                wanted = min(wanted, math.ceil(filled.most / d))
+                wanted = min(wanted, math.ceil(max(filled.rows_U) / d))
             rows = wanted * d
         micro = filled.microbatches(rows, fill_minibatches=work.fill_minibatches)
         each = rows / d / wanted

@@ -160,10 +160,6 @@ class Workload:
         return self.prompts * self.samples
 
     @property
-    def mean_tokens(self) -> float:
-        return self.prompt_lengths.mean + self.response_lengths.mean
-
-    @property
     def row_tokens(self) -> int:
         """Tokens of a packed row, which holds the longest sequence."""
         return max(self.microbatch_tokens, self.longest_tokens)

@@ -448,30 +448,23 @@ def run_forked(
         _child(function, limits, [*READABLE, *readable], syscalls, writing)
     os.close(writing)
     until = time.monotonic() + CLOCK_FACTOR * limits.seconds
-    found = None
+    found, ended = bytearray(), False
     try:
-        found = _read(reading, until)
+        with selectors.DefaultSelector() as selector:
+            selector.register(reading, selectors.EVENT_READ)
+            while not ended and (left := until - time.monotonic()) > 0:
+                if selector.select(left):
+                    piece = os.read(reading, 1 << 16)
+                    ended = not piece
+                    found += piece[: MAX_OUTPUT_BYTES - len(found)]
     finally:
         os.close(reading)
-        if found is None:
+        if not ended:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     # The kernel kills it when it reaches its limit of processor time.
     killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    return None if killed else found
-
-
-def _read(pipe: int, until: float) -> bytes | None:
-    found = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while (left := until - time.monotonic()) > 0:
-            if selector.select(left):
-                piece = os.read(pipe, 1 << 16)
-                if not piece:
-                    return bytes(found)
-                found += piece[: MAX_OUTPUT_BYTES - len(found)]
-    return None
+    return None if killed else bytes(found)
 
 
 def _child(

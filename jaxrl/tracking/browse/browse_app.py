@@ -161,21 +161,31 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
       title: title of the pages.
     """
     pages = _Pages(files, title)
+    style = importlib.resources.files("jaxrl.tracking.browse").joinpath("browse.css").read_bytes()
 
     def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "registered for this type"
         return PlainTextResponse(error.detail, error.status_code, error.headers)
 
-    return _Guarded(
-        Starlette(
-            routes=[
-                Route("/", pages.samples),
-                Route("/sample/{file:str}/{line:int}", pages.sample),
-                Route("/browse.css", pages.css),
-            ],
-            exception_handlers={HTTPException: refused},
-        )
+    app = Starlette(
+        routes=[
+            Route("/", pages.samples),
+            Route("/sample/{file:str}/{line:int}", pages.sample),
+            Route("/browse.css", lambda _: Response(style, media_type="text/css")),
+        ],
+        exception_handlers={HTTPException: refused},
     )
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        if scope["type"] == "http":
+            await app(scope, receive, send_guarded)
+
+    return guarded
 
 
 class _Pages:
@@ -185,8 +195,6 @@ class _Pages:
         self._files = files
         self._title = title
         self._templates = environment_of("jaxrl.tracking.browse")
-        package = importlib.resources.files("jaxrl.tracking.browse")
-        self._style = package.joinpath("browse.css").read_bytes()
         self._reading = threading.Lock()
         self._read: tuple[Any, SampleFile] | None = None
 
@@ -289,33 +297,10 @@ class _Pages:
             group=sorted(group, key=lambda x: x["sample"] or 0)[:500],
         )
 
-    def css(self, request: Request) -> Response:
-        return Response(self._style, media_type="text/css")
-
     def _rendered(self, template: str, **values: Any) -> HTMLResponse:
         text = self._templates.get_template(template).render(title=self._title, **values)
         # Lone surrogates cannot be encoded as UTF-8.
         return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
-
-
-class _Guarded:
-    """Middleware that adds the security headers."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
-            await send(message)
-
-        await self._app(scope, receive, send_guarded)
 
 
 def _number(text: str | None) -> float | None:

@@ -38,16 +38,7 @@ def main(argv: Sequence[str]) -> int:
         help="port; 0 chooses a free one (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
-    return browse(args.run, port=args.http_port)
-
-
-def browse(path: pathlib.Path, *, port: int) -> int:
-    """Serves the pages until SIGTERM or Ctrl-C; returns the exit status.
-
-    Raises:
-      UserError: if there are no samples, the extra is not installed, or the port is not available.
-    """
-    files = sample_files(path)
+    files, port = sample_files(args.run), args.http_port
     packages = ("httptools", "pydantic", "starlette", "uvicorn")
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
@@ -59,14 +50,14 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     if not 0 <= port < 2**16:
         raise UserError(f"--http_port {port} is no port; choose one from 0 to 65535")
     ended = threading.Event()
-    app = build_app(files, title=str(path))
+    app = build_app(files, title=str(args.run))
     server = HttpServer(app, host=_HOST, port=port, max_connections=_CONNECTIONS)
     previous = {
         number: signal.signal(number, lambda *_: ended.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        print(f"{path}: http://{_HOST}:{server.port}/", flush=True)
+        print(f"{args.run}: http://{_HOST}:{server.port}/", flush=True)
         ended.wait()
     finally:
         for number, handler in previous.items():

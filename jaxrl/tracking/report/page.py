@@ -20,11 +20,7 @@ import numpy as np
 
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.metrics import (
-    evaluation_accuracy,
-    evaluation_stderr,
-    read_metrics,
-)
+from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr, read_metrics
 from jaxrl.tracking.readable import visible
 from jaxrl.tracking.report.plots import Plot, Rows, compared_plots, draw_svg, plots_of
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
@@ -122,9 +118,8 @@ def write_comparison(
     """
     sections = []
     for name, rows in stages:
-        plots = compared_plots(rows)
-        main, others = _drawn(plots.main, name), _drawn(plots.others, name)
-        sections.append((name, "", main, others, plots.constant))
+        main, others, constant = compared_plots(rows)
+        sections.append((name, "", _drawn(main, name), _drawn(others, name), constant))
     _write_page(
         path,
         title=title,

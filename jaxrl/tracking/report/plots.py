@@ -12,7 +12,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.style
@@ -204,20 +204,18 @@ def plots_of(rows: Rows) -> Iterator[Plot]:
 
 
 def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
-    found = [_series(label, key, rows) for key, label in curves.keys]
-    return _colored(series for series in found if series.values.size)
+    found = []
+    for key, label in curves.keys:
+        series = _series(label, key, rows, color=len(found))
+        found += [series] if series.values.size else []
+    return found
 
 
-def _colored(found: Iterable[_Series]) -> list[_Series]:
-    # The curves, each with the next colour.
-    return [dataclasses.replace(series, color=i % NUM_COLORS) for i, series in enumerate(found)]
-
-
-def _series(label: str, key: str, rows: Rows) -> _Series:
+def _series(label: str, key: str, rows: Rows, *, color: int = 0) -> _Series:
     # The finite values of `key`.
     points = [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
     steps, values = zip(*points, strict=True) if points else ((), ())
-    return _Series(label, np.array(steps, np.int64), np.array(values, np.float64))
+    return _Series(label, np.array(steps, np.int64), np.array(values, np.float64), color=color)
 
 
 def _curves_plot(
@@ -237,9 +235,7 @@ def _curves_plot(
     def draw(axes: Axes) -> None:
         for series in found:
             _draw_smoothed(axes, series, dots=dots)
-        _format_values(axes, curves.show)
-        if curves.floor is not None:
-            _reach_down_to(axes, curves.floor)
+        _format_values(axes, curves.show, floor=curves.floor)
 
     last = [curves.show(float(_smooth(series.values)[-1])) for series in found]
     legend = [
@@ -258,11 +254,10 @@ def _curves_plot(
 def _accuracy_plot(rows: Rows) -> Plot | None:
     # The accuracy on each evaluation set, and that on the sampled training prompts.
     evaluations = _evaluation_series(rows)
-    train = _series("training prompts, as sampled", "train/accuracy", rows)
+    color = len(evaluations) % NUM_COLORS
+    train = _series("training prompts, as sampled", "train/accuracy", rows, color=color)
     if not evaluations and not train.values.size:
         return None
-
-    train = dataclasses.replace(train, color=len(evaluations) % NUM_COLORS)
 
     def draw(axes: Axes) -> None:
         if train.values.size:
@@ -287,8 +282,9 @@ def _evaluation_series(rows: Rows) -> list[_Series]:
             if math.isfinite(accuracy.get(name, math.nan))
         ]
         if values:
-            found.append(_Series(name, *np.array(values, np.float64).T))
-    return _colored(found)
+            columns = np.array(values, np.float64).T
+            found.append(_Series(name, *columns, color=len(found) % NUM_COLORS))
+    return found
 
 
 def _draw_evaluations(axes: Axes, found: Sequence[_Series]) -> None:
@@ -306,39 +302,46 @@ def _draw_evaluations(axes: Axes, found: Sequence[_Series]) -> None:
             errorevery=stride,
             elinewidth=1,
         )
-    _format_values(axes, _percent)
-    _reach_down_to(axes, 0.0)
+    _format_values(axes, _percent, floor=0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class ComparedPlots:
-    """The metrics that at least two runs share.
-
-    Attributes:
-      main: plots of the most important metrics, the most important first.
-      others: plots of all other metrics, by name.
-      constant: (name, value) of metrics that have one value in all steps of all runs.
-    """
-
-    main: Sequence[Plot]
-    others: Sequence[Plot]
-    constant: Sequence[tuple[str, str]]
-
-
-def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
+def compared_plots(
+    runs: Sequence[tuple[str, Rows]],
+) -> tuple[list[Plot], list[Plot], list[tuple[str, str]]]:
     """The plots that compare one training stage of several runs. A run has the same colour in each.
 
     Args:
       runs: (label, metric rows) of each run; at most `NUM_COLORS`.
+
+    Returns:
+      Of metrics that at least two runs share: plots of the most important ones, the most important first;
+      plots of all others, by name; and (name, value) of those with one value in all steps of all runs.
     """
-    keys = shared_metrics([rows for _, rows in runs])
+    finite = [
+        {key for row in rows for key, value in row.items() if math.isfinite(value)}
+        for _, rows in runs
+    ]
+    # The step and the time of a row are no metrics.
+    counts = collections.Counter(key for found in finite for key in found - {"step", "time_s"})
+    keys = sorted(key for key, count in counts.items() if count > 1)
     # The important metrics have plots of their own titles and units, all others have their names.
     main = [curves for curves in _COMPARED if curves.keys[0][0] in keys]
     drawn = {curves.keys[0][0] for curves in main}
-    accuracy, sources = _compared_accuracy(runs)
+    by_name: dict[str, list[_Series]] = {}
+    for i, (label, rows) in enumerate(runs):
+        for series in _evaluation_series(rows):
+            of_run = dataclasses.replace(series, label=label, color=i)
+            by_name.setdefault(series.label, []).append(of_run)
+    # A plot for each evaluation set that two runs share.
+    sources = {name: found for name, found in sorted(by_name.items()) if len(found) > 1}
+    accuracy = []
+    for name, found in sources.items():
+        legend = [LegendEntry(s.color, s.label, _percent(float(s.values[-1]))) for s in found]
+        draw = functools.partial(_draw_evaluations, found=found)
+        unit = "share of answers correct"
+        accuracy.append(Plot(f"Evaluation accuracy, {name}", unit, "", legend, draw))
     others, constant = [], []
     for key in keys:
-        # Accuracies have plots of their own.
         if key in drawn or any(name in evaluation_accuracy({key: 0.0}) for name in sources):
             continue
         found = _run_series(key, runs)
@@ -351,46 +354,31 @@ def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
             )
     plots = [_curves_plot(c, _run_series(c.keys[0][0], runs), values=True) for c in main]
     main, others = ([plot for plot in drawn if plot is not None] for drawn in (plots, others))
-    return ComparedPlots([*accuracy, *main], others, constant)
-
-
-def shared_metrics(runs: Sequence[Rows]) -> list[str]:
-    """The metrics with a finite value in at least two runs, by name; step and time of a row are none."""
-    finite = [
-        {key for row in rows for key, value in row.items() if math.isfinite(value)} for rows in runs
-    ]
-    counts = collections.Counter(key for keys in finite for key in keys - {"step", "time_s"})
-    return sorted(key for key, count in counts.items() if count > 1)
+    return [*accuracy, *main], others, constant
 
 
 def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:
-    found = _colored(_series(label, key, rows) for label, rows in runs)
+    found = [_series(label, key, rows, color=i) for i, (label, rows) in enumerate(runs)]
     return [series for series in found if series.values.size]
-
-
-def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], list[str]]:
-    # A plot for each evaluation set that two runs share, and the names of these sets.
-    by_name: dict[str, list[_Series]] = {}
-    for i, (label, rows) in enumerate(runs):
-        for series in _evaluation_series(rows):
-            of_run = dataclasses.replace(series, label=label, color=i)
-            by_name.setdefault(series.label, []).append(of_run)
-    plots = []
-    for name, found in sorted(by_name.items()):
-        if len(found) < 2:
-            continue
-        legend = [LegendEntry(s.color, s.label, _percent(float(s.values[-1]))) for s in found]
-        draw = functools.partial(_draw_evaluations, found=found)
-        unit = "share of answers correct"
-        plots.append(Plot(f"Evaluation accuracy, {name}", unit, "", legend, draw))
-    return plots, [name for name, found in by_name.items() if len(found) > 1]
 
 
 def _phases_plot(rows: Rows) -> Plot | None:
     # The seconds per step, stacked by phase. Many steps are averaged in bins.
-    seconds = _phase_seconds(rows)
-    if not seconds:
+    keys = {key for row in rows for key in row if re.fullmatch(r"timing_s/[^/]+", key)}
+    each = {
+        key.removeprefix("timing_s/"): np.array([row.get(key, 0.0) for row in rows], np.float64)
+        for key in sorted(keys - {"timing_s/step"})  # the step is the sum of its phases
+    }
+    if not each:
         return None
+    # Only so many phases have a colour, so the largest get one. Phases without a place in the order of a
+    # step come last, alphabetically.
+    by_size = sorted(each, key=lambda name: -each[name].sum())
+    ranks = {name: rank for rank, name in enumerate(_PHASE_ORDER)}
+    names = sorted(by_size[:_MAX_PHASES], key=lambda name: (ranks.get(name, len(ranks)), name))
+    seconds = {name: each[name] for name in names}
+    if rest := [each[name] for name in by_size[_MAX_PHASES:]]:
+        seconds["other"] = np.sum(rest, axis=0)
     # Bins of nearly equal numbers of steps; a short run has a bar for each step.
     bounds = np.linspace(0, len(rows), min(len(rows), _MAX_BARS) + 1).astype(np.int64)
     first, counts = bounds[:-1], np.diff(bounds)
@@ -409,23 +397,6 @@ def _phases_plot(rows: Rows) -> Plot | None:
     legend = [LegendEntry(i, name) for i, name in enumerate(seconds)]
     mean = number(sum(values.sum() for values in seconds.values()) / len(rows))
     return Plot("Time by phase", "seconds per step", f"{mean} s", legend, draw)
-
-
-def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
-    # Phase -> seconds of each step, in the order of a step. The smallest phases are summed as "other".
-    keys = {key for row in rows for key in row if re.fullmatch(r"timing_s/[^/]+", key)}
-    seconds = {
-        key.removeprefix("timing_s/"): np.array([row.get(key, 0.0) for row in rows], np.float64)
-        for key in sorted(keys - {"timing_s/step"})  # the step is the sum of its phases
-    }
-    # Only so many phases have a colour, so the largest get one.
-    by_size = sorted(seconds, key=lambda name: -seconds[name].sum())
-    # Phases without a place in the order come last, alphabetically.
-    ranks = {name: rank for rank, name in enumerate(_PHASE_ORDER)}
-    names = sorted(by_size[:_MAX_PHASES], key=lambda name: (ranks.get(name, len(ranks)), name))
-    shown = {name: seconds[name] for name in names}
-    rest = [seconds[name] for name in by_size[_MAX_PHASES:]]
-    return shown | ({"other": np.sum(rest, axis=0)} if rest else {})
 
 
 def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:
@@ -463,14 +434,12 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def _format_values(axes: Axes, show: Callable[[float], str]) -> None:
+def _format_values(axes: Axes, show: Callable[[float], str], *, floor: float | None = None) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(lambda value, _: show(value))
-
-
-def _reach_down_to(axes: Axes, floor: float) -> None:
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, floor), high)
+    if floor is not None:
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, floor), high)
 
 
 def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str, label: str) -> str:

@@ -86,14 +86,19 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
         )
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
-    settings = [(name, found) for name, found in values.items() if len(set(found)) > 1]
+    settings = [(name, each) for name, each in values.items() if len(set(each)) > 1]
     # No rows where a run lacks a stage; a stage of one run alone is left out.
     stages = [
         (heading, [(run.label, run.stages.get(name, [])) for run in runs])
         for name, heading in _STAGES.items()
         if sum(name in run.stages for run in runs) > 1
     ]
-    evaluated = [evaluation_samples(run) for run in runs]
+    evaluated: list[tuple[Samples, str]] = []
+    for run in runs:
+        after = stored_samples(run.folder, "after")
+        found = after or stored_samples(run.folder, "before")
+        answers = {(s["prompt"], s["answer"]): (s["text"], s["correct"]) for s in found}
+        evaluated.append((answers, "" if after else "before training"))
     step, trained = training_samples(runs)
     training = _side_by_side(runs, [(samples, "") for samples in trained])
     ensure_writable(out.parent)
@@ -218,14 +223,6 @@ def headline(runs: Sequence[ComparedRun]) -> Table:
         table.append((label, [number(float(of(found))) if found else _ABSENT for found in values]))
     table.append(("folder", [str(run.folder) for run in runs]))
     return table
-
-
-def evaluation_samples(run: ComparedRun) -> tuple[Samples, str]:
-    """The stored answers to evaluation problems, and a note if they are not from after training."""
-    for when, note in (("after", ""), ("before", "before training")):
-        if found := stored_samples(run.folder, when):
-            return {(s["prompt"], s["answer"]): (s["text"], s["correct"]) for s in found}, note
-    return {}, ""
 
 
 def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samples]]:

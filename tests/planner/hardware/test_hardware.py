@@ -58,10 +58,6 @@ def test_the_planner_knows_the_chips_that_a_step_knows():
         assert {accelerator_of(f"{kind} of 2026") for kind in kinds} == {accelerator(name)}
 
 
-def test_a_device_of_an_unknown_kind_has_no_entry():
-    assert accelerator_of("NVIDIA GeForce RTX 5090") is None
-
-
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_every_entry_comes_back_from_its_file(name, tmp_path):
     path = tmp_path / "entry.json"
@@ -94,10 +90,8 @@ def test_a_wrong_entry_says_what_is_wrong(changes, message, tmp_path):
     ("name", "shape", "exists"),
     [
         ("v5p", (4, 4, 8), True),
-        ("v5p", (8, 8, 16), True),
         ("v5p", (2, 2, 1), True),
         ("v5p", (4, 4, 6), False),
-        ("v5p", (3, 3, 3), False),
         ("v5p", (4, 4), False),
         ("v5e", (16, 16), True),
         ("v5e", (16, 32), False),

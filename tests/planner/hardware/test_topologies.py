@@ -53,4 +53,4 @@ def test_every_gpu_states_its_target():
 def test_a_slice_has_its_chips():
     topology = read_topology("v5p:2x2x2")
     assert len(topology.devices) == topology.devices_per_host == 8
-    assert topology.platform == "tpu"
+    assert topology.devices[0].platform == "tpu"

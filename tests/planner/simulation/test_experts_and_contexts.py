@@ -126,22 +126,6 @@ def test_replicas_of_experts_sum_the_gradients_of_the_rest_alone():
     assert summed == pytest.approx(16 * once, rel=1e-4)
 
 
-def test_what_235b_reads_fits_a_device():
-    """Qwen3-235B-A22B on 512 H100: experts over 16, t_g = 4."""
-    model = dataclasses.replace(
-        MIXTURE, num_layers=94, d_model=4_096, d_ff=1_536, num_heads=64, num_kv_heads=4
-    )
-    experts = 94 * 128 * 3 * 4_096 * 1_536
-    rest = model.num_params - experts
-    assert model.num_params == pytest.approx(235e9, rel=1e-2)
-    cluster = Cluster.parse("h100:64x8")
-    strategy = split(1, 4, 128, 8, 16)
-    found = GenerationSimulator(cluster, WORK, PLAIN).generation(model, strategy, 1)
-    read = found.transient["weights of generation"]
-    assert read == pytest.approx((experts / 16 + rest) * 2 / 4, rel=1e-4)
-    assert read < 12e9
-
-
 LONG = Workload(
     prompts=8,
     prompt_lengths=LengthDistribution.exactly(8_000),

@@ -137,11 +137,7 @@ def test_a_row_costs_the_tiles_of_the_rows_beside_it_and_of_the_busiest_replica(
     assert pairs_of_one_text(320, 80, 81) == 7 * 80**2
     # A row of two texts and one of one text.
     mixed = dataclasses.replace(
-        work,
-        prompts=3,
-        samples=1,
-        updates=1,
-        prompt_lengths=ListedLengths(120, 224),
+        work, prompts=3, samples=1, updates=1, prompt_lengths=ListedLengths(120, 224)
     )
     assert filled_rows(mixed).rows_U == (2,)
     assert pairs_of_a_row(mixed, 1, 1, 80, None) == (10 + 6) / 2 * 80**2
