@@ -160,14 +160,13 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
     the wrong group is found too.
     """
 
-    def likeness(other: str) -> tuple[float, float]:
+    ranked = []
+    for other in set(known):
         whole = difflib.SequenceMatcher(None, name, other).ratio()
         last = difflib.SequenceMatcher(None, name.split(".")[-1], other.split(".")[-1]).ratio()
         # The whole name breaks ties when several groups have the same last part.
-        return max(whole, last), whole
-
-    ranked = sorted(((likeness(other), other) for other in set(known)), reverse=True)
-    near = [other for (ratio, _), other in ranked if ratio >= _NEAR_RATIO]
+        ranked.append((max(whole, last), whole, other))
+    near = [other for ratio, _, other in sorted(ranked, reverse=True) if ratio >= _NEAR_RATIO]
     hint = "near: " + ", ".join(near[:_NUM_NEAR]) if near else "none is near, --help lists them all"
     return UserError(f'unknown setting "{name}"; {hint}')
 

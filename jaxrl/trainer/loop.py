@@ -308,38 +308,33 @@ class Loop:
         self.step += 1
         self._checkpoints.record = stage.record()
         stopping = self._stop.arrived()
+        saving = self._schedule.saves(self.step) or stopping
         # Together: a deadline must not part a row from the checkpoint that counts it.
         with self._stop.saving():
-            self._record_step(metrics, stage, saving=self._schedule.saves(self.step) or stopping)
+            if saving:
+                # Before the row is written, so that the seconds of the save count for this step.
+                with self._timers("save_checkpoint"):
+                    self._checkpoints.start_saving(self.step, stage.learners)
+            seconds = time.perf_counter() - self._step_started_s
+            self._step_started_s = time.perf_counter()
+            tokens = metrics.get("perf/total_num_tokens", math.nan)
+            metrics = metrics | self._timers.take()
+            metrics |= {
+                "training/global_step": self.step,
+                "timing_s/step": seconds,
+                "perf/time_per_step": seconds,
+                "perf/throughput": tokens / (seconds * self._num_devices),
+                "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
+            }
+            metrics |= timing_per_token(metrics) | work_rates(metrics)
+            if self._schedule.logs(self.step):
+                self._write(metrics)
+            self._checkpoints.note_finished(self.step, stage.learners)
+            if saving:
+                # After the row, so that a checkpoint always has the rows of all its steps.
+                self._commit()
         if stopping:
             raise StopRequested
-
-    def _record_step(
-        self, metrics: dict[str, float], stage: TrainingStage, *, saving: bool
-    ) -> None:
-        """Writes the row of a finished step, and saves."""
-        if saving:
-            # Before the row is written, so that the seconds of the save count for this step.
-            with self._timers("save_checkpoint"):
-                self._checkpoints.start_saving(self.step, stage.learners)
-        seconds = time.perf_counter() - self._step_started_s
-        self._step_started_s = time.perf_counter()
-        tokens = metrics.get("perf/total_num_tokens", math.nan)
-        metrics = metrics | self._timers.take()
-        metrics |= {
-            "training/global_step": self.step,
-            "timing_s/step": seconds,
-            "perf/time_per_step": seconds,
-            "perf/throughput": tokens / (seconds * self._num_devices),
-            "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
-        }
-        metrics |= timing_per_token(metrics) | work_rates(metrics)
-        if self._schedule.logs(self.step):
-            self._write(metrics)
-        self._checkpoints.note_finished(self.step, stage.learners)
-        if saving:
-            # After the row, so that a checkpoint always has the rows of all its steps.
-            self._commit()
 
     def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step if it is not saved yet. No learner may have changed since."""

@@ -40,10 +40,11 @@ from jaxrl.tracking.kept_rollouts import KeptRollouts
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
+from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
 from jaxrl.trainer.run_step import RunSampling, StepState, build_step, recorded_schedule
-from jaxrl.trainer.supervised import keep_reference, load_frozen, start_from, starting_params
+from jaxrl.trainer.supervised import keep_reference, start_from, starting_params
 
 
 def reinforce(run: RunContext, stop: StopSignal) -> None:
@@ -102,7 +103,7 @@ class RlStage(TrainingStage):
             config.run_folder,
             run.tokenizer,
             timer,
-            stop_ids=run.stop_ids,
+            stop_ids=(*run.tokenizer.stop_ids, *config.rollout.stop_ids),
             terms=rewards.term_names,
             # A step that trains on the sampler's log-probabilities has none of the trainer's.
             has_old_logprob=not config.algorithm.correction.bypass,
@@ -128,7 +129,9 @@ class RlStage(TrainingStage):
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights of the roles; in a resumed stage only those that no checkpoint holds."""
-        load_frozen(self._roles, self._run)
+        for name, role in self._roles.others.items():
+            if directory := ROLES[name].weights(self._run.config):
+                ROLES[name].load(role, self._run.models.by_role[name], directory)
         if record is None:
             start_from(self._roles, self._starting_params(), self._run)
             return
@@ -140,7 +143,12 @@ class RlStage(TrainingStage):
     def step(self) -> Metrics:
         """Runs one step of the dataflow, with an evaluation beside it if one is due (`evaluate`)."""
         self._rollouts.begin_step()
-        finish_evaluation = self._begin_evaluation()
+        # The evaluation that `evaluate` left to this step, from the step alone: a run that was resumed here
+        # makes it too.
+        every, step = self._run.config.evaluation.every, self._timer.step
+        is_due = len(self._run.evaluation_prompts) and step and step % every == 0
+        sampler = self._beside if is_due else None
+        finish_evaluation = None if sampler is None else self._evaluation.begin(sampler)
         try:
             metrics = self._run.algorithm.dataflow(self._step, self.prompts)
         except NotEnoughGroups as error:
@@ -151,9 +159,9 @@ class RlStage(TrainingStage):
             metrics = {**metrics, "perf/handover_gb": handover.received_bytes / 1e9}
         if finish_evaluation is not None:
             with self._timer.phase("testing", shown="evaluate"):
-                found = {**finish_evaluation(), "val-aux/version": self._timer.step}
+                found = {**finish_evaluation(), "val-aux/version": step}
             # The last row has the accuracy after it.
-            if self._timer.step + 1 < self._run.config.run.num_steps:
+            if step + 1 < self._run.config.run.num_steps:
                 metrics = {**metrics, **found}
         return metrics
 
@@ -162,14 +170,6 @@ class RlStage(TrainingStage):
         """The sampler that evaluates beside a step; None if the run stops for evaluations."""
         # Agents' evaluations share the slots too, but steps wait for them.
         return None if self._run.config.rollout.agent else self._sampling.free
-
-    def _begin_evaluation(self) -> Callable[[], Metrics] | None:
-        """Begins the evaluation that `evaluate` left to this step; returns what finishes it, or None."""
-        # From the step alone, so that a run that was resumed here makes it too.
-        every, step = self._run.config.evaluation.every, self._timer.step
-        is_due = len(self._run.evaluation_prompts) and step and step % every == 0
-        sampler = self._beside if is_due else None
-        return None if sampler is None else self._evaluation.begin(sampler)
 
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,6 @@ from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
-from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles
 from jaxrl.types import TrainBatch
 
@@ -62,13 +61,6 @@ def load_or_init(run: RunContext) -> Params:
         fresh = lambda key: fitted(lora.fresh_adapters(model, key), like)  # noqa: E731
         return lora.join(jax.jit(fresh, out_shardings=adapters)(key), params)
     return params
-
-
-def load_frozen(roles: Roles, run: RunContext) -> None:
-    """Gives every frozen role the weights of its directory."""
-    for name, role in roles.others.items():
-        if directory := ROLES[name].weights(run.config):
-            ROLES[name].load(role, run.models.by_role[name], directory)
 
 
 def start_from(roles: Roles, params: Params, run: RunContext) -> None:
@@ -161,8 +153,15 @@ class ExamplesStage(TrainingStage, abc.ABC):
         stream: DemonstrationStream | PreferenceStream,
         *,
         name: str,
+        begin_weights: Callable[[bool], None],
     ):
-        """Args: the run, the role to train, the loop, the examples, and the name of the role."""
+        """Args:
+        run, learner, timer, stream: the run, the role to train, the loop and the examples.
+        name: name of the role.
+        begin_weights: function that sets the initial weights; in a resumed stage (True) only those that no
+            checkpoint holds.
+        """
+        self._begin_weights = begin_weights
         self._run = run
         self._learner = learner
         self._timer = timer
@@ -175,7 +174,7 @@ class ExamplesStage(TrainingStage, abc.ABC):
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights, or restores the position in the stream from a checkpoint."""
-        self._begin_weights(resumed=record is not None)
+        self._begin_weights(record is not None)
         if record is not None:
             self._stream.restore(record["stream"])
 
@@ -185,10 +184,6 @@ class ExamplesStage(TrainingStage, abc.ABC):
 
     def record(self) -> dict[str, Any]:
         return {"stream": self._stream.state()}
-
-    @abc.abstractmethod
-    def _begin_weights(self, *, resumed: bool) -> None:
-        """Sets the initial weights; in a resumed stage only those that no checkpoint holds."""
 
     @abc.abstractmethod
     def _pack(self, examples: list[Any]) -> tuple[Any, Metrics]:
@@ -214,11 +209,12 @@ class SupervisedStage(ExamplesStage):
             examples_per_batch=run.config.sft.examples_per_step,
             max_tokens=self._limits.longest,
         )
-        super().__init__(run, actor, timer, stream, name="actor")
 
-    def _begin_weights(self, *, resumed: bool) -> None:
-        if not resumed:
-            self._actor.start_from(load_or_init(self._run))
+        def begin_weights(resumed: bool) -> None:
+            if not resumed:
+                actor.start_from(load_or_init(run))
+
+        super().__init__(run, actor, timer, stream, name="actor", begin_weights=begin_weights)
 
     def _pack(self, examples: list[MaskedExample]) -> tuple[TrainBatch, Metrics]:
         with self._timer.phase("pack", may_stop=True):
