@@ -56,7 +56,7 @@ def takes_two_devices(config: Config) -> bool:
     """Whether the config leaves devices open, its model is known and wide, and its batches are even."""
     rollout = config.rollout
     slots = 0 if rollout.slots == "auto" else rollout.slots
-    batches = (config.train.rows, slots, rollout.prefill_prompts, config.reward.judge.slots)
+    batches = (config.train.rows, slots, rollout.prefill_prompts)
     return (
         config.mesh == LayoutConfig()
         and not config.placement
