@@ -109,7 +109,7 @@ class Schedule:
 
 
 class Loop:
-    """The loop of a training stage, "sft" or "rl", in its own folder. Use it as a context manager.
+    """The loop of a training stage, "sft" or "rl", in its own folder.
 
     It also times the phases of each step (`dataflows.step_timer`). All processes run the same steps; only the
     first one writes logs and output.
@@ -163,12 +163,6 @@ class Loop:
         self._exit = contextlib.ExitStack()
         self._writer: MetricsWriter | None = None
 
-    def __enter__(self) -> Loop:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._exit.__exit__(*exception)
-
     def run(self, stage: TrainingStage) -> None:
         """Runs a stage to its last step, from the start or from its newest checkpoint.
 
@@ -177,7 +171,7 @@ class Loop:
           UserError: the stage has started but no intact checkpoint is left, the checkpoint is of another
             model, another run is using the stage, or a metric is not finite.
         """
-        with contextlib.closing(stage):
+        with self._exit, contextlib.closing(stage):
             record = self._resume(stage.learners)
             if self._schedule.ends(self.step):
                 return

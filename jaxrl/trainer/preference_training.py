@@ -100,23 +100,23 @@ class PairStage(ExamplesStage):
         order = np.sign(np.asarray(chosen - rejected)[there])
         return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
 
-    def _pack(self, examples: list[PreferencePair]) -> tuple[PairBatch, Metrics]:
+    def step(self) -> Metrics:
+        """Packs the next pairs, and runs one optimiser update on them."""
+        pairs = next(iter(self._stream))
         with self._timer.phase("pack", may_stop=True):
-            batch, packing = self._placed(examples)
+            batch, packing = self._placed(pairs)
             metrics = {"perf/total_num_tokens": float(packing.lengths.sum())}
-            return self._complete(batch), metrics | work_metrics(self._learner, packing)
+            batch, metrics = self._complete(batch), metrics | work_metrics(self._learner, packing)
+        with self._timer.phase("update"):
+            # The devices work on after the call returns; the phase must have their time.
+            update = jax.block_until_ready(self._learner.update(batch, self._objective))
+        return metrics | {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
 
     def _placed(self, pairs: list[PreferencePair]) -> tuple[PairBatch, Packing]:
         config = self._run.config
         shape = row_limits(config, longest=config.row_tokens).shape(len(pairs), minibatches=1)
         batch, packing = pack_pairs(pairs, shape, **self._learner.rows_of(shape))
         return self._learner.place(batch), packing
-
-    def _update(self, batch: PairBatch) -> Metrics:
-        with self._timer.phase("update"):
-            # The devices work on after the call returns; the phase must have their time.
-            update = jax.block_until_ready(self._learner.update(batch, self._objective))
-        return {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
 
 
 def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
@@ -143,17 +143,17 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
 
     # A reward is higher for the better answer, a cost is lower.
     sign = -1.0 if options.loss == "cost_preference" else 1.0
-    with _open_loop(run, stop) as loop:
-        stage = PairStage(
-            run,
-            learner,
-            reward_model_objective(options.loss, dict(options.options)),
-            loop,
-            name="reward_model",
-            begin_weights=begin_weights,
-            rank=lambda batch: sign * learner.scores_of(batch),
-        )
-        loop.run(stage)
+    loop = _open_loop(run, stop)
+    stage = PairStage(
+        run,
+        learner,
+        reward_model_objective(options.loss, dict(options.options)),
+        loop,
+        name="reward_model",
+        begin_weights=begin_weights,
+        rank=lambda batch: sign * learner.scores_of(batch),
+    )
+    loop.run(stage)
     directory = config.run_folder.trained_model
     # It exists if a finished run is started again.
     if not directory.exists() and hosts.is_first():
@@ -185,19 +185,19 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
         if not resumed:
             actor.start_from(params)
 
-    with _open_loop(run, stop) as loop:
-        stage = PairStage(
-            run,
-            actor,
-            policy_pair_objective(options.loss, dict(options.options)),
-            loop,
-            name="actor",
-            begin_weights=begin_weights,
-            # Prompts have log-probabilities too, and are no part of the answers.
-            rank=lambda x: x.loss_mask * (actor.logprobs(x) - reference.logprobs(x)),
-            complete=lambda batch: batch.replace(ref_logprob=reference.logprobs(batch)),
-        )
-        loop.run(stage)
+    loop = _open_loop(run, stop)
+    stage = PairStage(
+        run,
+        actor,
+        policy_pair_objective(options.loss, dict(options.options)),
+        loop,
+        name="actor",
+        begin_weights=begin_weights,
+        # Prompts have log-probabilities too, and are no part of the answers.
+        rank=lambda x: x.loss_mask * (actor.logprobs(x) - reference.logprobs(x)),
+        complete=lambda batch: batch.replace(ref_logprob=reference.logprobs(batch)),
+    )
+    loop.run(stage)
 
 
 def _open_loop(run: RunContext, stop: StopSignal):

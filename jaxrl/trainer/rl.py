@@ -25,11 +25,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.free_running import FreeRunning
-from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.handover import Handover
@@ -59,12 +57,17 @@ def reinforce(run: RunContext, stop: StopSignal) -> None:
     every = config.evaluation.every if len(run.evaluation_prompts) else 0
     schedule = Schedule(config.run.num_steps, config.run.save_every, evaluate_every=every)
     title = run.algorithm.dataflow.title
-    with open_loop(run, title, config.run_folder.rl, schedule, stop) as loop:
-        loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
+    loop = open_loop(run, title, config.run_folder.rl, schedule, stop)
+    loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
 
 
 class RlStage(TrainingStage):
-    """Reinforcement learning by the config's dataflow."""
+    """Reinforcement learning by the config's dataflow.
+
+    Attributes:
+      parts: the parts of a step, as a dataflow gets them.
+      prompts: the problems, in the order of training.
+    """
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class RlStage(TrainingStage):
         self._functions = reward_functions(config, timer)
         rewards = rewards_of(config, roles, timer, self._graders, self._functions)
         self._sampling = RunSampling(run, roles.actor, timer, rewards, recorded)
+        self.prompts = self._sampling.prompts
         self._rollouts = KeptRollouts(
             config.run,
             config.run_folder,
@@ -108,7 +112,7 @@ class RlStage(TrainingStage):
             # A step that trains on the sampler's log-probabilities has none of the trainer's.
             has_old_logprob=not config.algorithm.correction.bypass,
         )
-        self._step = build_step(
+        self.parts = build_step(
             run, roles, timer, self._state, self._sampling, rewards, self._rollouts.look
         )
 
@@ -116,16 +120,6 @@ class RlStage(TrainingStage):
     def learners(self) -> Mapping[str, Learner]:
         """The roles that are trained."""
         return self._roles.learners
-
-    @property
-    def parts(self) -> Step:
-        """The parts of a step, as a dataflow gets them."""
-        return self._step
-
-    @property
-    def prompts(self) -> PromptStream:
-        """The problems, in the order of training."""
-        return self._sampling.prompts
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights of the roles; in a resumed stage only those that no checkpoint holds."""
@@ -143,14 +137,14 @@ class RlStage(TrainingStage):
     def step(self) -> Metrics:
         """Runs one step of the dataflow, with an evaluation beside it if one is due (`evaluate`)."""
         self._rollouts.begin_step()
-        # The evaluation that `evaluate` left to this step, from the step alone: a run that was resumed here
-        # makes it too.
+        # Begins the evaluation that `evaluate` left to this step. The number of the step alone decides: a run
+        # that was resumed here makes it too.
         every, step = self._run.config.evaluation.every, self._timer.step
         is_due = len(self._run.evaluation_prompts) and step and step % every == 0
         sampler = self._beside if is_due else None
         finish_evaluation = None if sampler is None else self._evaluation.begin(sampler)
         try:
-            metrics = self._run.algorithm.dataflow(self._step, self.prompts)
+            metrics = self._run.algorithm.dataflow(self.parts, self.prompts)
         except NotEnoughGroups as error:
             path = self._rollouts.look_at_failed(error.sampled)
             raise UserError(f"{error}. What was sampled is in {path}") from error

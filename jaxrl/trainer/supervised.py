@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config.shapes import row_limits
-from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
+from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import prefixed, work_metrics
@@ -34,7 +34,6 @@ from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles
-from jaxrl.types import TrainBatch
 
 
 def load_or_init(run: RunContext) -> Params:
@@ -137,8 +136,8 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
     actor = run.roles.actor(optim=optim, samples=samples)
     # A row waits for its step, so a long stage has only some sixty.
     schedule = Schedule(options.num_steps, options.save_every, max(1, options.num_steps // 60))
-    with open_loop(run, "SFT", run.config.sft_folder, schedule, stop) as loop:
-        loop.run(SupervisedStage(run, actor, loop))
+    loop = open_loop(run, "SFT", run.config.sft_folder, schedule, stop)
+    loop.run(SupervisedStage(run, actor, loop))
     return actor
 
 
@@ -165,7 +164,8 @@ class ExamplesStage(TrainingStage, abc.ABC):
         self._run = run
         self._learner = learner
         self._timer = timer
-        self._stream = stream
+        # Of examples or of pairs: each stage knows which.
+        self._stream: Any = stream
         self._name = name
 
     @property
@@ -178,20 +178,8 @@ class ExamplesStage(TrainingStage, abc.ABC):
         if record is not None:
             self._stream.restore(record["stream"])
 
-    def step(self) -> Metrics:
-        batch, metrics = self._pack(next(iter(self._stream)))
-        return metrics | self._update(batch)
-
     def record(self) -> dict[str, Any]:
         return {"stream": self._stream.state()}
-
-    @abc.abstractmethod
-    def _pack(self, examples: list[Any]) -> tuple[Any, Metrics]:
-        """A batch of examples, packed on the learner's devices, and metrics of its tokens."""
-
-    @abc.abstractmethod
-    def _update(self, batch: Any) -> Metrics:
-        """Runs one optimiser update; returns its metrics."""
 
 
 class SupervisedStage(ExamplesStage):
@@ -209,14 +197,18 @@ class SupervisedStage(ExamplesStage):
             examples_per_batch=run.config.sft.examples_per_step,
             max_tokens=self._limits.longest,
         )
+        super().__init__(
+            run,
+            actor,
+            timer,
+            stream,
+            name="actor",
+            begin_weights=lambda resumed: None if resumed else actor.start_from(load_or_init(run)),
+        )
 
-        def begin_weights(resumed: bool) -> None:
-            if not resumed:
-                actor.start_from(load_or_init(run))
-
-        super().__init__(run, actor, timer, stream, name="actor", begin_weights=begin_weights)
-
-    def _pack(self, examples: list[MaskedExample]) -> tuple[TrainBatch, Metrics]:
+    def step(self) -> Metrics:
+        """Packs the next examples, and runs one optimiser update on them."""
+        examples = next(iter(self._stream))
         with self._timer.phase("pack", may_stop=True):
             # Other examples on one host would make other weights there.
             hosts.check_same(
@@ -229,14 +221,12 @@ class SupervisedStage(ExamplesStage):
                 "train/num_trained_tokens": float(sum(mask.sum() for *_, mask in examples)),
                 "perf/total_num_tokens": float(packing.lengths.sum()),
             }
-            return self._actor.place(batch), metrics | work_metrics(self._actor, packing)
-
-    def _update(self, batch: TrainBatch) -> Metrics:
+            batch, metrics = self._actor.place(batch), metrics | work_metrics(self._actor, packing)
         with self._timer.phase("update_actor", shown="update"):
             # The devices work on after the call returns; the phase must have their time.
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
         values = prefixed("actor", hosts.fetch(update))
-        return {
+        return metrics | {
             "sft/loss": values["actor/pg_loss"],
             "sft/mean_token_prob": values["actor/mean_token_prob"],
             "sft/grad_norm": values["actor/grad_norm"],
