@@ -347,8 +347,15 @@ class _Inputs:
                 f"{name} cannot be taken to another process ({error}); let it open or build what it needs "
                 "inside, or write it into a file and name that: my_functions.py:reward"
             ) from error
-        path = self._keep(name, hashlib.sha256(_source_of(function, content)), ".pkl", content)
-        return f"{path}:function"
+        # Its source and the constants that it uses identify it: both stay when a notebook's cell runs again,
+        # and the pickle does not.
+        identity = content
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            text, outside = inspect.getsource(function), inspect.getclosurevars(function)
+            used = {**outside.globals, **outside.nonlocals}
+            plain = {k: repr(v) for k, v in used.items() if isinstance(v, bool | int | float | str)}
+            identity = f"{text}{sorted(plain.items())}".encode()
+        return f"{self._keep(name, hashlib.sha256(identity), '.pkl', content)}:function"
 
     def _keep(self, name: str, digest: Any, suffix: str, content: bytes) -> pathlib.Path:
         path = self._folder / f"{name}-{digest.hexdigest()[:12]}{suffix}"
@@ -363,16 +370,3 @@ class _Inputs:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
         return path
-
-
-def _source_of(function: Callable[..., Any], content: bytes) -> bytes:
-    """What identifies a function: its source, and the constants that it uses."""
-    # Both stay when a notebook's cell runs again; the pickle does not.
-    try:
-        text = inspect.getsource(function)
-        outside = inspect.getclosurevars(function)
-    except (OSError, TypeError, ValueError):
-        return content
-    used = {**outside.globals, **outside.nonlocals}
-    plain = {k: repr(v) for k, v in used.items() if isinstance(v, bool | int | float | str)}
-    return f"{text}{sorted(plain.items())}".encode()

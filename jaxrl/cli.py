@@ -97,7 +97,11 @@ def _main(argv: Sequence[str]) -> int:
         print(f"jaxrl {importlib.metadata.version('jaxrl')}")
         return 0
     if name in ("-h", "--help"):
-        print(_usage(program))
+        width = max(map(len, COMMANDS))
+        print(f"usage: {program} COMMAND [ARGUMENT ...]")
+        for name, command in COMMANDS.items():
+            print(f"  {name:{width}}  {command.about}")
+        print(f"{program} COMMAND --help lists the arguments of one")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS) or COMMANDS
@@ -118,7 +122,14 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def _with_stdout(call: Callable[[], int]) -> int:
     """The status of a call; `_EXIT_CLOSED`, without a traceback, if the reader of stdout is gone."""
-    _open_closed_streams()
+    # A stream that was closed (`jaxrl train >&-`) goes to /dev/null: the next file would get its number.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     try:
         status = call()
         sys.stdout.flush()
@@ -132,28 +143,6 @@ def _with_stdout(call: Callable[[], int]) -> int:
         # The interpreter flushes stdout once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_CLOSED
-
-
-def _open_closed_streams() -> None:
-    """Sends a stream that was closed (`jaxrl train >&-`) to /dev/null. The next file would get its number."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            mode = "r" if name == "stdin" else "w"
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def _usage(program: str) -> str:
-    width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            f"usage: {program} COMMAND [ARGUMENT ...]",
-            *(f"  {name:{width}}  {command.about}" for name, command in COMMANDS.items()),
-            f"{program} COMMAND --help lists the arguments of one",
-        ]
-    )
 
 
 def _refuse(message: str) -> int:

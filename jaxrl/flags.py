@@ -88,8 +88,10 @@ def add_flags(parser: Any, cls: type, *, only: Container[str] | None = None) -> 
         required = field.default is dataclasses.MISSING
         default = None if required else field.default
         shown = "" if default in ("", None) else f" (default: {default})"
-        # argparse would read any text as a true bool.
-        reader = kind if kind in (int, float) else _literal if kind is bool else str
+        reader = kind if kind in (int, float) else str
+        if kind is bool:
+            # argparse would read any text as a true bool; text that is neither is refused by the settings.
+            reader = lambda text: {"true": True, "false": False}.get(text.lower(), text)  # noqa: E731
         parser.add_argument(
             f"--{name}", type=reader, required=required, default=default, help=f"{text}{shown}"
         )
@@ -104,8 +106,3 @@ def settings_of(cls: type[Settings], args: argparse.Namespace) -> Settings:
     fields = typing.get_type_hints(cls)
     # Without a flag a field has its default.
     return cls(**{name: value for name, value in vars(args).items() if name in fields})
-
-
-def _literal(text: str) -> Any:
-    """True or False; text that is neither stays text, which the settings refuse."""
-    return {"true": True, "false": False}.get(text.lower(), text)

@@ -174,7 +174,11 @@ class ProcessPool:
             def unwanted() -> bool:
                 return self._closed or interrupted()
 
-            worker = self._idle_worker() or _Worker(self._functions, self._start_s, unwanted)
+            worker = None
+            with contextlib.suppress(IndexError):
+                worker = self._idle.pop()
+            if worker is None or worker.ended:
+                worker = _Worker(self._functions, self._start_s, unwanted)
             try:
                 subject = f"{self._functions.what} {name!r}"
                 patience_s = patience_s or self._patience_s
@@ -182,13 +186,6 @@ class ProcessPool:
             finally:
                 if not worker.ended:
                     self._idle.append(worker)
-
-    def _idle_worker(self) -> _Worker | None:
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            return None
-        return None if worker.ended else worker
 
     def submit(
         self, name: str, argument: Any, *, patience_s: float = 0.0
@@ -348,14 +345,8 @@ def main() -> None:
     # Programs started by functions must not inherit these.
     os.set_inheritable(channel, False)
     os.set_inheritable(lifeline, False)
-    _end_with(lifeline)
-    with contextlib.suppress(EOFError, ConnectionError):
-        _serve(socket.socket(fileno=channel))
-
-
-def _end_with(lifeline: int) -> None:
-    """Makes the kernel kill this process group when the other end of a pipe is closed."""
-    # Not a thread that waits: an endless regular expression never releases the interpreter lock.
+    # The kernel kills this process group when the other end of the lifeline is closed. Not a thread that
+    # waits: an endless regular expression never releases the interpreter lock.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -364,6 +355,8 @@ def _end_with(lifeline: int) -> None:
     poll.register(lifeline)
     if poll.poll(0):
         os.killpg(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(EOFError, ConnectionError):
+        _serve(socket.socket(fileno=channel))
 
 
 def _serve(channel: socket.socket) -> None:
@@ -380,7 +373,13 @@ def _serve(channel: socket.socket) -> None:
         send(mark, pickle.dumps((_REFUSED, str(error))))
         return
     if functions.memory_bytes:
-        _limit_memory(functions.memory_bytes)
+        # Beyond what is held now: some functions import much more than others.
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + functions.memory_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     send(mark, pickle.dumps((_DONE, None)))
     while True:
         mark, (name, argument) = pickle.load(questions)
@@ -390,16 +389,6 @@ def _serve(channel: socket.socket) -> None:
         # Off between calls: to send and to wait is not the function's time.
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(mark, answer)
-
-
-def _limit_memory(further_bytes: int) -> None:
-    # Beyond what is held now: some functions import much more than others.
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + further_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _answer(function: Callable[[Any], Any], argument: Any) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
@@ -36,13 +36,7 @@ class LazyRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.makers)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> LazyRows[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | LazyRows[Row]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return LazyRows(self.makers[index])
         return self.makers[index]()
@@ -135,15 +129,6 @@ class AgentRows:
     score_B: np.ndarray
     failed_B: np.ndarray
     branches: tuple[tuple[Branch, ...], ...]
-
-    def take(self, rows: np.ndarray) -> AgentRows:
-        """The rows at `rows`, in that order."""
-        return _picked(self, rows)
-
-    @staticmethod
-    def concatenate(parts: Sequence[AgentRows]) -> AgentRows:
-        """All rows of `parts`, in order."""
-        return _joined(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +237,7 @@ class Completions:
         """The groups of the prompts at `prompt_indices`, in that order."""
         rows = self.rows_of(prompt_indices)
         prompts = self.prompts.take(prompt_indices)
-        agents = self.of_agents and self.of_agents.take(rows)
+        agents = self.of_agents and _picked(self.of_agents, rows)
         routes = tuple(self.routes[b] for b in rows) if self.routes else ()
         return _picked(
             self,
@@ -274,7 +259,7 @@ class Completions:
             prompts=Prompts.concatenate([p.prompts for p in parts]),
             num_samples=parts[0].num_samples,
             routes=tuple(itertools.chain(*(p.routes for p in parts))) if has_routes else (),
-            of_agents=AgentRows.concatenate(agents) if agents else None,
+            of_agents=_joined(agents) if agents else None,
         )
 
 

@@ -33,15 +33,10 @@ def test_a_rule_lets_through(rule, values):
     [
         (positive(), 0, "is not positive; use a number above 0, up to 1,000,000,000"),
         (positive(), math.nan, "is not a number; use a number above 0"),
-        (positive(), math.inf, "is not finite; use"),
-        (
-            positive(or_inf=True),
-            -math.inf,
-            "is not finite; use a number above 0, up to 1,000,000,000",
-        ),
+        (positive(), math.inf, "is not finite; use a number above 0, up to 1,000,000,000"),
+        (positive(or_inf=True), -math.inf, "is not finite; use"),
         (positive(or_inf=True), math.nan, "or inf for none"),
         (at_least(1), 0, "is below 1; use 1 to 1,000,000,000"),
-        (at_least(1), 10**12, "is above 1,000,000,000; use 1 to"),
         (at_least(1), 10**400, "is above 1,000,000,000; use 1 to"),
         (above(1), 1, "is not above 1; use"),
         (between(0, 1, has_high=False), 1.0, "is not below 1; use 0 to 1 (1 excluded)"),
@@ -118,18 +113,10 @@ def test_lists_become_tuples_and_whole_numbers_floats():
     assert check_value("x", [[1], [2]], tuple[tuple[int, ...], ...]) == ((1,), (2,))
 
 
-@pytest.mark.parametrize(
-    ("value", "fault"),
-    [
-        ("a\0b", "has the character '\\x00'"),
-        ("\ud800", "has the character '\\ud800'"),
-        ("a\nb", "has the character '\\n'"),
-    ],
-)
-def test_a_name_is_one_line_that_can_be_shown(value, fault):
-    with pytest.raises(UserError, match=fault.replace("\\", ".")) as refused:
+@pytest.mark.parametrize(("value", "shown"), [("a\0b", "x00"), ("\ud800", "ud800"), ("a\nb", "n")])
+def test_a_name_is_one_line_that_can_be_shown(value, shown):
+    with pytest.raises(UserError, match=rf"has the character '\\{shown}'"):
         check_value("name", value, Annotated[str, NAME])
-    assert len(str(refused.value)) < 250
 
 
 def test_numbers_that_float32_does_not_hold_are_refused():

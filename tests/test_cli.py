@@ -100,14 +100,9 @@ def test_the_package_installs_the_command():
 
 
 def test_the_package_runs_as_a_module():
-    def run(*arguments):
-        command = [sys.executable, "-m", "jaxrl", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout, done.stderr
-
-    status, out, _ = run("--help")
-    assert status == 0 and out.startswith("usage: jaxrl COMMAND")
-    assert run("no-such")[0] == 2 and "near: " in run("trian")[2]
+    command = [sys.executable, "-m", "jaxrl", "trian"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and "near: " in done.stderr
 
 
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
@@ -161,14 +156,13 @@ def test_what_names_no_command_is_one_line(capsys, arguments, message):
 
 
 def test_a_wrong_key_is_told_before_the_trainer_is_imported():
-    code = """
+    ran = python("""
 import sys
 from jaxrl import cli
 status = cli.main(["jaxrl", "train", "--config", "configs/dapo_tiny.py", "--config.optim.lrr=1"])
 assert status == 2, status
 heavy = {"jaxrl.trainer.program", "jaxrl.models.decoder", "jaxrl.roles.learner", "flax.nnx"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+""")
     assert ran.returncode == 0, ran.stderr
     assert 'unknown setting "optim.lrr"; near: optim.lr' in ran.stderr

@@ -77,34 +77,33 @@ class AgentGroup:
 
     def saved(self) -> UnfinishedGroups:
         """The group for a checkpoint, finished or not."""
-        samples = tuple(self._sample(g) for g in range(self.num_samples))
-        return UnfinishedGroups(self.prompts, self.num_samples, samples)
-
-    def _sample(self, g: int) -> Sample:
-        sample, asked = Sample(0, g, self.step), []
-        sample.finished = g in self.talks
-        if sample.finished:
-            for x in self.talks[g].branches:
-                values = (x.tokens, x.rollout_logprob, x.entropy, x.version)
-                sample.add_runs(*(value[x.mask > 0] for value in values))
-            left: dict[str, Any] = {"talk": self.talks[g].to_plain()}
-        else:
-            session = self.sessions[g]
-            with session.lock:
-                # Copied under the lock: the server's threads go on answering.
-                answers, asked = dict(session.deltas), list(session.asked.values())
-            for delta in (delta for deltas in answers.values() for delta in deltas):
-                sample.add_decoded(delta.tokens, delta.logprob, delta.entropy, delta.version)
-            left = {
-                "turns": [
-                    (key, [len(delta.tokens) for delta in deltas], deltas[-1].finish)
-                    for key, deltas in answers.items()
-                ]
-            }
-        # A request that is not answered yet counts with the version that it was asked under.
-        left["oldest"] = min([*sample.version.tolist(), *asked], default=_NO_VERSION)
-        sample.session = left
-        return sample
+        samples = []
+        for g in range(self.num_samples):
+            sample, asked = Sample(0, g, self.step), []
+            sample.finished = g in self.talks
+            if sample.finished:
+                for x in self.talks[g].branches:
+                    values = (x.tokens, x.rollout_logprob, x.entropy, x.version)
+                    sample.add_runs(*(value[x.mask > 0] for value in values))
+                left: dict[str, Any] = {"talk": self.talks[g].to_plain()}
+            else:
+                session = self.sessions[g]
+                with session.lock:
+                    # Copied under the lock: the server's threads go on answering.
+                    answers, asked = dict(session.deltas), list(session.asked.values())
+                for delta in (delta for deltas in answers.values() for delta in deltas):
+                    sample.add_decoded(delta.tokens, delta.logprob, delta.entropy, delta.version)
+                left = {
+                    "turns": [
+                        (key, [len(delta.tokens) for delta in deltas], deltas[-1].finish)
+                        for key, deltas in answers.items()
+                    ]
+                }
+            # A request that is not answered yet counts with the version that it was asked under.
+            left["oldest"] = min([*sample.version.tolist(), *asked], default=_NO_VERSION)
+            sample.session = left
+            samples.append(sample)
+        return UnfinishedGroups(self.prompts, self.num_samples, tuple(samples))
 
 
 def new_group(

@@ -97,10 +97,6 @@ class _Message(NamedTuple):
     calls: tuple[tuple[str, str], ...]
     name: str
 
-    def shows(self, answer: _Message) -> bool:
-        """Whether a client that was given `answer` may send this. Many leave the reasoning out."""
-        return self._replace(reasoning=self.reasoning or answer.reasoning) == answer
-
 
 _NO_IDS = np.zeros(0, np.int32)
 # Turns by their given messages and the beginning of their answer.
@@ -341,7 +337,9 @@ class Conversation:
                 end = at + len(block)
                 if child.shown is None or end >= len(keys) or tuple(keys[at:end]) != block:
                     continue
-                if keys[end].shows(child.shown):
+                # Many clients leave out the reasoning of what they were given.
+                reasoning = keys[end].reasoning or child.shown.reasoning
+                if keys[end]._replace(reasoning=reasoning) == child.shown:
                     left.append((child, child.children, end + 1))
         return best
 
@@ -354,7 +352,11 @@ class Conversation:
             system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
             turn.text = renderer.after(turn.messages, turn.variables, system=system) + turn.start
             shown = self._count_rewritten(turn) if self._history == "as_template" else ""
-            if not shown or shown == self._text_before(parent) + turn.text:
+            # All tokens up to the answer of the parent, without a terminator at their end: the text of a
+            # block begins with the terminator of the answer before it, sampled or not.
+            decode = self._model.parser.decode
+            parts = (x.text + decode(_answer_of(x).tokens) for x in parent.path("context"))
+            if not shown or shown == "".join(parts) + turn.text:
                 answer = _answer_of(parent)
                 before = np.concatenate([parent.prompt_ids, answer.tokens])
                 turn.context, turn.first = parent, len(before)
@@ -365,14 +367,6 @@ class Conversation:
                 return
             turn.text = shown
         turn.prompt_ids = _fixed(self._model.tokenizer.encode(turn.text), np.int32)
-
-    def _text_before(self, turn: Turn) -> str:
-        """The text of all tokens up to the answer of `turn`, without a terminator at its end."""
-        text = ""
-        for each in turn.path("context"):
-            # The text of a block begins with the terminator of the answer before it, sampled or not.
-            text += each.text + self._model.parser.decode(_answer_of(each).tokens)
-        return text
 
     def _count_rewritten(self, turn: Turn) -> str:
         """What the template shows up to `turn`; counts each answer that it shows in another way, once."""

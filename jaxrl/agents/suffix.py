@@ -14,6 +14,7 @@ A template may show earlier messages in another way once later ones follow. Load
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -74,7 +75,15 @@ class ChatRenderer:
             if not between[: places[first]].strip():
                 self.terminator = between[: places[first] + len(names[first])]
                 self._terminator_id = first
-        self._call_tail = self._find_call_tail()
+        # The text between a call's name and the terminator; None if calls without text are not shown.
+        self._call_tail: str | None = None
+        if self.shows_tools and self.terminator:
+            # Some templates accept tool messages only after calls.
+            answer = {"role": "tool", "content": "", "tool_call_id": _CALL_ID, "name": "f"}
+            with contextlib.suppress(UserError):
+                after = self._after_mark("mark", [_calls("mark"), answer], {"tools": [_TOOL]})
+                tail, found, _ = after.partition(self.terminator)
+                self._call_tail = tail if found else None
         self.rewrites = tuple(self._find_rewrites())
 
     @property
@@ -138,19 +147,6 @@ class ChatRenderer:
                 "cannot be kept; put the template that was published with the model there"
             )
         return after
-
-    def _find_call_tail(self) -> str | None:
-        """The text between a call's name and the terminator; None if calls without text are not shown."""
-        if not (self.shows_tools and self.terminator):
-            return None
-        # Some templates accept tool messages only after calls.
-        answer = {"role": "tool", "content": "", "tool_call_id": _CALL_ID, "name": "f"}
-        try:
-            after = self._after_mark("mark", [_calls("mark"), answer], {"tools": [_TOOL]})
-        except UserError:
-            return None
-        tail, found, _ = after.partition(self.terminator)
-        return tail if found else None
 
     def _find_rewrites(self):
         """Compares the text that a model has seen and written with what the template shows a turn later."""

@@ -75,7 +75,7 @@ async def _work(agent: Callable[..., Any], url: str, key: str) -> None:
     trainer = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT, http_client=http)
     try:
         while True:
-            given = await _post(trainer, "/agents/next", {})
+            given: Any = await trainer.post("/agents/next", cast_to=object, body={})
             if given.get("closed"):
                 break
             for session in given["sessions"]:
@@ -118,7 +118,7 @@ async def _run(
     # Not of a task that is cancelled: the trainer has ended its session already.
     except (Exception, SystemExit) as error:  # a user's agent may raise anything
         ended["error"] = f"{type(error).__name__}: {error}"[:1000]
-    await _post(trainer, "/agents/done", ended)
+    await trainer.post("/agents/done", cast_to=object, body=ended)
 
 
 class _Connections(openai.DefaultAsyncHttpxClient):
@@ -131,8 +131,3 @@ class _Connections(openai.DefaultAsyncHttpxClient):
     # To be awaited inside the event loop: connections that it leaves open complain at its end.
     async def close(self) -> None:
         await super().aclose()
-
-
-async def _post(client: openai.AsyncOpenAI, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    answer: Any = await client.post(path, cast_to=object, body=dict(body))
-    return answer

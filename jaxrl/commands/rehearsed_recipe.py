@@ -160,7 +160,6 @@ def small_settings(config: Config, pools: Sequence[Pool]) -> dict[str, Any]:
         "rollout.cache_tokens": 0,
         "rollout.dtype": "float32",
         "reward.overlong_buffer_tokens": min(config.reward.overlong_buffer_tokens, 4),
-        "reward.judge.slots": replicas,
         "algorithm.updates_per_step": min(config.algorithm.updates_per_step, 2),
         "train.rows": math.lcm(*(each.row_parts for each in layouts)),
         "train.row_tokens": "auto",

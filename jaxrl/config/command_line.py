@@ -379,7 +379,12 @@ def _usage(
             )
             raise UserError(f'no group of settings "{group}"; near: {", ".join(near)}')
         chosen += inside
-    shown = [_described(n, defaults[n], texts.get(n, "")) for n in (chosen or defaults)]
+    shown = []
+    indent = " " * 8
+    for name in chosen or defaults:
+        shown.append(f"  --config.{name}={defaults[name]!r}")
+        text = texts.get(name, "")
+        shown += textwrap.wrap(text, _HELP_WIDTH, initial_indent=indent, subsequent_indent=indent)
     if groups:
         return "\n".join(shown)
     return "\n".join(
@@ -391,8 +396,3 @@ def _usage(
             *shown,
         ]
     )
-
-
-def _described(name: str, value: Any, text: str) -> str:
-    lines = textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return "\n".join([f"  --config.{name}={value!r}", *lines])

@@ -16,7 +16,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from ml_collections import config_dict as ml_config_dict
@@ -132,25 +132,25 @@ def leaf_types(cls: type) -> dict[str, Any]:
 
 def flatten_config(config: Any) -> dict[str, Any]:
     """The value of every setting by dotted name: fields in declared order, dict entries by name."""
-    return dict(_leaves(config, ""))
+    if isinstance(config, dict):
+        # Recipes may fill a dict in any order, and equal settings are to print alike.
+        entries = [(key, config[key]) for key in sorted(config)]
+    else:
+        entries = [
+            (field.name, getattr(config, field.name)) for field in dataclasses.fields(config)
+        ]
+    leaves = {}
+    for name, value in entries:
+        if dataclasses.is_dataclass(value) or (isinstance(value, dict) and value):
+            leaves |= {f"{name}.{leaf}": x for leaf, x in flatten_config(value).items()}
+        else:
+            leaves[name] = value
+    return leaves
 
 
 def format_config(config: Any) -> str:
     """Formats `config` as readable text with one `path = value` per line."""
     return "".join(f"{name} = {value!r}\n" for name, value in flatten_config(config).items())
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if dataclasses.is_dataclass(value):
-        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, dict) and value:
-        # Recipes may fill a dict in any order, and equal settings are to print alike.
-        entries = {key: value[key] for key in sorted(value)}
-    else:
-        yield path, value
-        return
-    for key, entry in entries.items():
-        yield from _leaves(entry, f"{path}.{key}" if path else key)
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> UserError:
@@ -159,15 +159,13 @@ def unknown_setting(name: str, known: Iterable[str]) -> UserError:
     Similarity is measured on the whole dotted name and on its last part alone. So a correct last part in
     the wrong group is found too.
     """
-
-    def likeness(other: str) -> tuple[float, float]:
+    ranked = []
+    for other in set(known):
         whole = difflib.SequenceMatcher(None, name, other).ratio()
         last = difflib.SequenceMatcher(None, name.split(".")[-1], other.split(".")[-1]).ratio()
         # The whole name breaks ties when several groups have the same last part.
-        return max(whole, last), whole
-
-    ranked = sorted(((likeness(other), other) for other in set(known)), reverse=True)
-    near = [other for (ratio, _), other in ranked if ratio >= _NEAR_RATIO]
+        ranked.append((max(whole, last), whole, other))
+    near = [other for ratio, _, other in sorted(ranked, reverse=True) if ratio >= _NEAR_RATIO]
     hint = "near: " + ", ".join(near[:_NUM_NEAR]) if near else "none is near, --help lists them all"
     return UserError(f'unknown setting "{name}"; {hint}')
 

@@ -106,43 +106,11 @@ def engine_config(
     )
 
 
-def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
-    """Sizes of the generative judge's engine: its own number of slots, otherwise as for the policy."""
-    options, rollout = config.reward.judge, config.rollout
-    settings = rollout.engine_settings(
-        slots=options.slots,
-        prefill_prompts=min(options.slots, rollout.prefill_prompts),
-        # The judge's answers are short, and its slots are few.
-        cache="contiguous",
-        cache_tokens=0,
-        speculate=0,
-    )
-    return EngineConfig(
-        **settings,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_response_tokens=options.max_verdict_tokens,
-        stop_ids=stop_ids,
-    )
-
-
-def check_training_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the mesh of a role does not divide the rows or the tokens of a microbatch."""
-    check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
-    check_divides("train.row_tokens", config.row_tokens, "length", TRAIN_RULES, mesh)
-
-
 def check_sampling_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if the policy's sampling mesh does not divide the slots."""
     rollout = config.rollout
     if rollout.slots != "auto":
         check_divides("rollout.slots", rollout.slots, "batch", GENERATE_RULES, mesh)
-
-
-def check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the judge's mesh does not divide its slots or its prompts per prefill."""
-    slots, prompts = config.reward.judge.slots, config.rollout.prefill_prompts
-    check_divides("reward.judge.slots", slots, "batch", GENERATE_RULES, mesh)
-    check_divides("rollout.prefill_prompts", min(slots, prompts), "batch", GENERATE_RULES, mesh)
 
 
 # Settings that a run adds to the model of a checkpoint.
@@ -219,17 +187,6 @@ def _for_run(model: ModelConfig, config: Config) -> ModelConfig:
         # A conversation of a file may fill a whole row.
         model.check_texts_of(config.row_tokens)
     return model.for_texts_of(config.longest_sequence)
-
-
-def with_stored_shape(config: Config) -> Config:
-    """The config with its checkpoint's shape in `model`; unchanged if the checkpoint is not on this machine.
-
-    Raises:
-      UserError: as `model_of`.
-    """
-    if not (config.weights and is_here(config.weights)):
-        return config
-    return dataclasses.replace(config, model=model_of(config)[0])
 
 
 def is_here(directory: str, file: str = "config.json") -> bool:

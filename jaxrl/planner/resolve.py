@@ -48,7 +48,7 @@ def with_cpu_devices(config: Config) -> Config:
         plugins = importlib.metadata.entry_points(group="jax_plugins")
         on_cpu = not plugins and importlib.util.find_spec("libtpu") is None
     slots = 0 if rollout.slots == "auto" else rollout.slots
-    batches = (config.train.rows, slots, rollout.prefill_prompts, config.reward.judge.slots)
+    batches = (config.train.rows, slots, rollout.prefill_prompts)
     pays = (
         on_cpu
         and len(os.sched_getaffinity(0)) > 1

@@ -91,7 +91,7 @@ class StepLoad:
             prompt_lengths=read,
             response_lengths=LengthDistribution.exactly(tokens),
             max_slots=work.sequences,
-            # As `config.shapes.judge_engine_config` has it. A judge finishes all of its answers in the step.
+            # As `role_table.JudgeKind.build` has it. A judge finishes all of its answers in the step.
             paged=False,
             always_full=False,
         )

@@ -11,7 +11,6 @@ from jaxrl.checks import (
     between,
     check_value,
     coefficient,
-    count,
     score,
     settings,
     token_count,
@@ -37,8 +36,6 @@ class JudgeConfig:
     """Longest prompt. Of a response the last two characters per token are in it."""
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
     """Longest verdict."""
-    slots: Annotated[int, count(1)] = 64
-    """Number of verdicts decoded at once."""
 
     def __post_init__(self):
         # Its constructor is the check.

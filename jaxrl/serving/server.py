@@ -49,14 +49,10 @@ class Running:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command with program name and arguments; returns the exit status."""
-    config = read_flags(argv, __doc__, ServeConfig)
-    keep_compiled_programs()
-    return serve(config)
-
-
-def serve(config: ServeConfig) -> int:
     """Serves until SIGTERM or Ctrl-C, then finishes open requests.
+
+    Args:
+      argv: program name and arguments.
 
     Returns:
       The exit status: 0, or 1 if the driver has failed.
@@ -64,6 +60,8 @@ def serve(config: ServeConfig) -> int:
     Raises:
       UserError: the model cannot be served, an extra is not installed, or a port is not available.
     """
+    config = read_flags(argv, __doc__, ServeConfig)
+    keep_compiled_programs()
     needed = ("httptools", "pydantic", "starlette", "uvicorn")
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")

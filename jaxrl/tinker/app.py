@@ -123,9 +123,6 @@ def build_app(
 
     # Sessions
 
-    def create_session(body: Json, _: bytes) -> Json:
-        return {"type": "create_session", "session_id": clients.open()}
-
     def heartbeat(body: Json, _: bytes) -> Json:
         clients.heard(body.get("session_id"))
         return {"type": "session_heartbeat"}
@@ -133,15 +130,6 @@ def build_app(
     async def finish_session(request: Request) -> Response:
         clients.end(request.path_params["session_id"])
         return await logged({})
-
-    async def capabilities(_: Request) -> Response:
-        model = {
-            "model_name": served,
-            "max_context_length": sizes.max_context_tokens,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return JSONResponse({"supported_models": [model]})
 
     # Training
 
@@ -381,7 +369,9 @@ def build_app(
         "client/config": route(lambda *_: {}),
         "client/dynamic_config": route(lambda *_: {}),
         "telemetry": route(lambda *_: {"status": "accepted"}),
-        "create_session": route(create_session),
+        "create_session": route(
+            lambda *_: {"type": "create_session", "session_id": clients.open()}
+        ),
         "session_heartbeat": route(heartbeat),
         "sessions/{session_id}/finish": finish_session,
         "get_info": route(get_info),
@@ -391,7 +381,16 @@ def build_app(
         "retrieve_future": retrieve_future,
         "retrieve_futures": retrieve_futures,
     }
-    gets = {"get_server_capabilities": capabilities, "samplers/{sampler_id}": get_sampler}
+    model = {
+        "model_name": served,
+        "max_context_length": sizes.max_context_tokens,
+        "trainable": True,
+        "sampleable": True,
+    }
+    gets = {
+        "get_server_capabilities": route(lambda *_: {"supported_models": [model]}),
+        "samplers/{sampler_id}": get_sampler,
+    }
     return Starlette(
         routes=[
             *(Route(f"/api/v1/{path}", call, methods=["POST"]) for path, call in posts.items()),

@@ -153,9 +153,9 @@ class Devices(abc.ABC):
         max_waiting = self.config.max_waiting
         self.live = LiveLoop(self._engine, params, search, max_waiting=max_waiting)
 
-    @abc.abstractmethod
     def _loaded(self) -> Params:
-        """Loads the base model; returns what samples are drawn with at first."""
+        """Loads the base model; returns what samples are drawn with, {} before `bring` brings it."""
+        return {}
 
     def memory(self) -> dict[str, int]:
         """Bytes of each device by what they are for, counted from shapes and by the compiler."""
@@ -463,9 +463,6 @@ class WholeDevices(Devices):
         weights = device_bytes(with_shardings(actor.model_shapes, self._where), config.dtype)
         self._resident["weights of samples"] = weights
         self._params: Params = {}
-
-    def _loaded(self) -> Params:
-        return self._params
 
     def _fresh(self, adapter: LoraConfig | None, seed: int) -> Params:
         where = self.actor.train_shardings

@@ -35,6 +35,7 @@ class Log:
 
     Attributes:
       records: its records in order, with `body` in bytes. Their reader may empty the list.
+      written: number of records written until now.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -69,12 +70,7 @@ class Log:
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self._failed: OSError | None = None
-        self._written = self._synced = 0
-
-    @property
-    def written(self) -> int:
-        """Number of records written until now."""
-        return self._written
+        self.written = self._synced = 0
 
     def write(self, kind: str, session_id: str, **fields: Any) -> None:
         """Appends a record.
@@ -88,7 +84,7 @@ class Log:
                 raise self._failed
             try:
                 self._file.append(line, durable=False)
-                self._written += 1
+                self.written += 1
                 if kind == "session":
                     self._sessions.add(session_id)
                 elif kind == "end":
@@ -107,7 +103,7 @@ class Log:
             # Whoever has waited for the lock may find that the sync before has covered its records.
             if self._synced < count:
                 # Records that are written during the sync may not be on disk after it.
-                written = self._written
+                written = self.written
                 try:
                     self._file.sync()
                 except OSError as error:

@@ -155,19 +155,17 @@ class Sampler:
         call = job.call
         # A request for each sample, so that one that ends early frees its slot. They share a prefill.
         requests = []
+        # Called in the middle of a turn, when the loop takes no requests and no cancellations.
+        put_later = lambda *event: self._events.put(functools.partial(self._take, *event))  # noqa: E731
         for i, sample in enumerate(job.samples):
             # 31 bits: a seed takes the place of an int32 in the sampling key.
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1
             request = Request(call.prompt, call.max_tokens, seed, call.options, job.number)
-            requests.append((request, functools.partial(self._listen, job, sample)))
+            requests.append((request, functools.partial(put_later, job, sample)))
         tickets = self._live.submit_all(requests)
         self._open[job.future.request_id] = job
         for sample, ticket in zip(job.samples, tickets, strict=True):
             sample.ticket = ticket
-
-    def _listen(self, job: _Job, sample: _OpenSample, event: Tokens | LiveError) -> None:
-        # Called in the middle of a turn, when the loop takes no requests and no cancellations.
-        self._events.put(functools.partial(self._take, job, sample, event))
 
     def _take(self, job: _Job, sample: _OpenSample, event: Tokens | LiveError) -> None:
         if job.future.request_id not in self._open or sample.end:

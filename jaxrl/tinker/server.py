@@ -70,12 +70,25 @@ class RunningTinker:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command with program name and arguments; returns the exit status."""
+    """Runs the command with program name and arguments.
+
+    Returns:
+      The exit status; that of --dry_run is 1 if the server does not fit.
+    """
     config = read_flags(argv, __doc__, TinkerConfig)
     hosts.start(config)
     keep_compiled_programs()
     if config.dry_run:
-        return _dry_run(config)
+        devices = devices_of(config)
+        (device, *others) = devices.actor.mesh.devices.flat
+        print(f"{config.model_name} on {1 + len(others)} x {device.device_kind}, GB of each:")
+        parts = devices.memory()
+        for name, size in parts.items():
+            print(f"{size / 1e9:10.2f}  {name}")
+        needed, there = sum(parts.values()), memory_bytes(device)
+        fits = "they fit" if needed <= there else "they DO NOT FIT"
+        print(f"{needed / 1e9:10.2f}  together, of {there / 1e9:.2f}: {fits}")
+        return int(needed > there)
     with end_of_service() as ended, hosts.watched(config):
         if not hosts.is_first():
             with _together(config) as together:
@@ -131,20 +144,6 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         )
         stack.callback(server.stop)
         yield RunningTinker(server.port, together)
-
-
-def _dry_run(config: TinkerConfig) -> int:
-    """Prints the memory of a server; returns 1 if it does not fit."""
-    devices = devices_of(config)
-    (device, *others) = devices.actor.mesh.devices.flat
-    print(f"{config.model_name} on {1 + len(others)} x {device.device_kind}, GB of each:")
-    parts = devices.memory()
-    for name, size in parts.items():
-        print(f"{size / 1e9:10.2f}  {name}")
-    needed, there = sum(parts.values()), memory_bytes(device)
-    fits = "they fit" if needed <= there else "they DO NOT FIT"
-    print(f"{needed / 1e9:10.2f}  together, of {there / 1e9:.2f}: {fits}")
-    return int(needed > there)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ _ITEM = re.compile(
     r"|(?P<repeated>repeated )?(?P<map>map<string, )?(?P<kind>\w+)>? (?P<field>\w+) = (?P<number>\d+);"
 )
 _Field = descriptor_pb2.FieldDescriptorProto
+# Cells of a dense array that a sparse one may stand for: 64 MB of float32.
+_MAX_CELLS = 1 << 24
 
 
 def _messages(text: str) -> dict[str, Any]:
@@ -111,10 +113,28 @@ def array_of(tensor: Any, name: str, *, fill: float = 0) -> np.ndarray:
     if any(size < 0 for size in shape) or len(shape) > 2:
         raise UserError(f"{name} has shape {list(shape)}; send [N] or [N, K]")
     try:
-        if tensor.WhichOneof("encoding") == "sparse_csr":
-            return _from_csr(tensor, shape, name, fill)
-        values = _numbers(tensor.dense, tensor.dtype)
-        return values.reshape(shape or len(values))
+        if tensor.WhichOneof("encoding") != "sparse_csr":
+            values = _numbers(tensor.dense, tensor.dtype)
+            return values.reshape(shape or len(values))
+        csr = tensor.sparse_csr
+        values = _numbers(csr.values, tensor.dtype)
+        crow, columns = (np.frombuffer(x, "<i8") for x in (csr.crow_indices, csr.col_indices))
+        if len(shape) != 2 or shape[0] * shape[1] > _MAX_CELLS:
+            raise UserError(
+                f"{name} is sparse with shape {list(shape)}; send [N, K], not too large"
+            )
+        counts = np.diff(crow)
+        fits = (
+            len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(values) == len(columns)
+        )
+        inside = not len(columns) or (columns.min() >= 0 and columns.max() < shape[1])
+        if not fits or not inside or (counts < 0).any():
+            raise UserError(
+                f"{name}: its CSR indices do not describe {list(shape)}; send them as PyTorch"
+            )
+        dense = np.full(shape, fill, values.dtype)
+        dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+        return dense
     except (ValueError, IndexError) as error:
         if isinstance(error, UserError):
             raise
@@ -128,28 +148,6 @@ def _numbers(content: bytes, dtype: int) -> np.ndarray:
     if dtype == 4:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values
-
-
-# Cells of a dense array that a sparse one may stand for: 64 MB of float32.
-_MAX_CELLS = 1 << 24
-
-
-def _from_csr(tensor: Any, shape: tuple[int, ...], name: str, fill: float) -> np.ndarray:
-    csr = tensor.sparse_csr
-    values = _numbers(csr.values, tensor.dtype)
-    crow, columns = (np.frombuffer(x, "<i8") for x in (csr.crow_indices, csr.col_indices))
-    if len(shape) != 2 or shape[0] * shape[1] > _MAX_CELLS:
-        raise UserError(f"{name} is sparse with shape {list(shape)}; send [N, K], not too large")
-    counts = np.diff(crow)
-    fits = len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(values) == len(columns)
-    inside = not len(columns) or (columns.min() >= 0 and columns.max() < shape[1])
-    if not fits or not inside or (counts < 0).any():
-        raise UserError(
-            f"{name}: its CSR indices do not describe {list(shape)}; send them as PyTorch"
-        )
-    dense = np.full(shape, fill, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return dense
 
 
 def tensor_of(array: np.ndarray) -> Any:

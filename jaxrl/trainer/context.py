@@ -88,11 +88,6 @@ class RunContext:
         config = self.config
         return config.rollout.sampling(config.seed, renormalized=config.truncates_logprobs)
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: those of the tokenizer and those of the config."""
-        return (*self.tokenizer.stop_ids, *self.config.rollout.stop_ids)
-
 
 def build_context(
     config: Config, devices: Sequence[Any] | None = None, *, kind: RunKind

@@ -109,7 +109,7 @@ class Schedule:
 
 
 class Loop:
-    """The loop of a training stage, "sft" or "rl", in its own folder. Use it as a context manager.
+    """The loop of a training stage, "sft" or "rl", in its own folder.
 
     It also times the phases of each step (`dataflows.step_timer`). All processes run the same steps; only the
     first one writes logs and output.
@@ -163,12 +163,6 @@ class Loop:
         self._exit = contextlib.ExitStack()
         self._writer: MetricsWriter | None = None
 
-    def __enter__(self) -> Loop:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._exit.__exit__(*exception)
-
     def run(self, stage: TrainingStage) -> None:
         """Runs a stage to its last step, from the start or from its newest checkpoint.
 
@@ -177,7 +171,7 @@ class Loop:
           UserError: the stage has started but no intact checkpoint is left, the checkpoint is of another
             model, another run is using the stage, or a metric is not finite.
         """
-        with contextlib.closing(stage):
+        with self._exit, contextlib.closing(stage):
             record = self._resume(stage.learners)
             if self._schedule.ends(self.step):
                 return
@@ -308,38 +302,33 @@ class Loop:
         self.step += 1
         self._checkpoints.record = stage.record()
         stopping = self._stop.arrived()
+        saving = self._schedule.saves(self.step) or stopping
         # Together: a deadline must not part a row from the checkpoint that counts it.
         with self._stop.saving():
-            self._record_step(metrics, stage, saving=self._schedule.saves(self.step) or stopping)
+            if saving:
+                # Before the row is written, so that the seconds of the save count for this step.
+                with self._timers("save_checkpoint"):
+                    self._checkpoints.start_saving(self.step, stage.learners)
+            seconds = time.perf_counter() - self._step_started_s
+            self._step_started_s = time.perf_counter()
+            tokens = metrics.get("perf/total_num_tokens", math.nan)
+            metrics = metrics | self._timers.take()
+            metrics |= {
+                "training/global_step": self.step,
+                "timing_s/step": seconds,
+                "perf/time_per_step": seconds,
+                "perf/throughput": tokens / (seconds * self._num_devices),
+                "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
+            }
+            metrics |= timing_per_token(metrics) | work_rates(metrics)
+            if self._schedule.logs(self.step):
+                self._write(metrics)
+            self._checkpoints.note_finished(self.step, stage.learners)
+            if saving:
+                # After the row, so that a checkpoint always has the rows of all its steps.
+                self._commit()
         if stopping:
             raise StopRequested
-
-    def _record_step(
-        self, metrics: dict[str, float], stage: TrainingStage, *, saving: bool
-    ) -> None:
-        """Writes the row of a finished step, and saves."""
-        if saving:
-            # Before the row is written, so that the seconds of the save count for this step.
-            with self._timers("save_checkpoint"):
-                self._checkpoints.start_saving(self.step, stage.learners)
-        seconds = time.perf_counter() - self._step_started_s
-        self._step_started_s = time.perf_counter()
-        tokens = metrics.get("perf/total_num_tokens", math.nan)
-        metrics = metrics | self._timers.take()
-        metrics |= {
-            "training/global_step": self.step,
-            "timing_s/step": seconds,
-            "perf/time_per_step": seconds,
-            "perf/throughput": tokens / (seconds * self._num_devices),
-            "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
-        }
-        metrics |= timing_per_token(metrics) | work_rates(metrics)
-        if self._schedule.logs(self.step):
-            self._write(metrics)
-        self._checkpoints.note_finished(self.step, stage.learners)
-        if saving:
-            # After the row, so that a checkpoint always has the rows of all its steps.
-            self._commit()
 
     def _save_last_step(self, learners: Mapping[str, Learner]) -> None:
         """Saves the last finished step if it is not saved yet. No learner may have changed since."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import abc
-import functools
 from collections.abc import Callable
 
 import jax
@@ -19,7 +17,6 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import Objective
@@ -31,7 +28,6 @@ from jaxrl.roles.pairs import (
     policy_pair_objective,
     reward_model_objective,
 )
-from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.loop import Schedule, open_loop
@@ -39,8 +35,6 @@ from jaxrl.trainer.supervised import ExamplesStage, copied, starting_params
 
 # Number of pairs that the accuracy is measured on.
 _EVALUATION_PAIRS = 256
-
-StartingParams = Callable[[], Params]
 
 
 class PairStage(ExamplesStage):
@@ -52,9 +46,11 @@ class PairStage(ExamplesStage):
         learner: Learner,
         objective: Objective,
         timer: StepTimer,
-        starting_params: StartingParams,
         *,
         name: str,
+        begin_weights: Callable[[bool], None],
+        rank: Callable[[PairBatch], jax.Array],
+        complete: Callable[[PairBatch], PairBatch] = lambda batch: batch,
     ):
         """Builds everything except weights, which `begin` sets.
 
@@ -63,18 +59,22 @@ class PairStage(ExamplesStage):
           learner: role to train, without weights.
           objective: loss of the role.
           timer: loop of the stage.
-          starting_params: function that returns the policy's initial weights; called only if they are needed.
           name: name of the role.
+          begin_weights: as in `ExamplesStage`.
+          rank: function that ranks answers of packed pairs, higher is better: [U, M, R, T], summed over each
+            answer.
+          complete: function that adds the other inputs of the objective to a batch.
 
         Raises:
           UserError: there are no pairs, or the config names an unknown method to make them.
         """
         self._objective = objective
-        self._starting_params = starting_params
+        self._rank = rank
+        self._complete = complete
         stream = preference_stream(
             run, evaluation=False, pairs_per_batch=run.config.preference.pairs_per_step
         )
-        super().__init__(run, learner, timer, stream, name=name)
+        super().__init__(run, learner, timer, stream, name=name, begin_weights=begin_weights)
         self._evaluation_pairs = None
         if _evaluates(run):
             # Packed once, so every evaluation has the same pairs.
@@ -100,93 +100,23 @@ class PairStage(ExamplesStage):
         order = np.sign(np.asarray(chosen - rejected)[there])
         return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
 
-    @abc.abstractmethod
-    def _rank(self, batch: PairBatch) -> jax.Array:
-        """Ranks answers of packed pairs, higher is better: [U, M, R, T], summed over each answer."""
-
-    def _completed(self, batch: PairBatch) -> PairBatch:
-        """Adds the other inputs of the objective to the batch."""
-        return batch
-
-    def _pack(self, examples: list[PreferencePair]) -> tuple[PairBatch, Metrics]:
+    def step(self) -> Metrics:
+        """Packs the next pairs, and runs one optimiser update on them."""
+        pairs = next(iter(self._stream))
         with self._timer.phase("pack", may_stop=True):
-            batch, packing = self._placed(examples)
+            batch, packing = self._placed(pairs)
             metrics = {"perf/total_num_tokens": float(packing.lengths.sum())}
-            return self._completed(batch), metrics | work_metrics(self._learner, packing)
+            batch, metrics = self._complete(batch), metrics | work_metrics(self._learner, packing)
+        with self._timer.phase("update"):
+            # The devices work on after the call returns; the phase must have their time.
+            update = jax.block_until_ready(self._learner.update(batch, self._objective))
+        return metrics | {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
 
     def _placed(self, pairs: list[PreferencePair]) -> tuple[PairBatch, Packing]:
         config = self._run.config
         shape = row_limits(config, longest=config.row_tokens).shape(len(pairs), minibatches=1)
         batch, packing = pack_pairs(pairs, shape, **self._learner.rows_of(shape))
         return self._learner.place(batch), packing
-
-    def _update(self, batch: PairBatch) -> Metrics:
-        with self._timer.phase("update"):
-            # The devices work on after the call returns; the phase must have their time.
-            update = jax.block_until_ready(self._learner.update(batch, self._objective))
-        return {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
-
-
-class RewardModelStage(PairStage):
-    """Training of a reward or cost model."""
-
-    def __init__(
-        self,
-        run: RunContext,
-        learner: RewardModelLearner,
-        timer: StepTimer,
-        starting_params: StartingParams,
-    ):
-        options = run.config.preference
-        objective = reward_model_objective(options.loss, dict(options.options))
-        super().__init__(run, learner, objective, timer, starting_params, name="reward_model")
-        self._reward_model = learner
-        # A reward is higher for the better answer, a cost is lower.
-        self._sign = -1.0 if options.loss == "cost_preference" else 1.0
-
-    def _begin_weights(self, *, resumed: bool) -> None:
-        if not resumed:
-            params = self._starting_params()
-            # It trains all of its weights, and starts from the base model.
-            has_adapters = bool(self._run.model.lora.rank)
-            self._reward_model.start_from(lora.split(params)[1] if has_adapters else params)
-
-    def _rank(self, batch: PairBatch) -> jax.Array:
-        return self._sign * self._reward_model.scores_of(batch)
-
-
-class DpoStage(PairStage):
-    """Trains a policy directly on pairs (DPO, arXiv 2305.18290), with its initial weights as reference."""
-
-    def __init__(
-        self,
-        run: RunContext,
-        actor: Actor,
-        reference: Reference,
-        timer: StepTimer,
-        starting_params: StartingParams,
-    ):
-        options = run.config.preference
-        objective = policy_pair_objective(options.loss, dict(options.options))
-        super().__init__(run, actor, objective, timer, starting_params, name="actor")
-        self._actor = actor
-        self._reference = reference
-
-    def _begin_weights(self, *, resumed: bool) -> None:
-        # A copy, and first: the start of the actor consumes the weights. Also for a resumed stage, since no
-        # checkpoint has the reference.
-        params = self._starting_params()
-        self._reference.load(copied(params, self._reference))
-        if not resumed:
-            self._actor.start_from(params)
-
-    def _completed(self, batch: PairBatch) -> PairBatch:
-        return batch.replace(ref_logprob=self._reference.logprobs(batch))
-
-    def _rank(self, batch: PairBatch) -> jax.Array:
-        gain = self._actor.logprobs(batch) - self._reference.logprobs(batch)
-        # Prompts have log-probabilities too, and are no part of the answers.
-        return batch.loss_mask * gain
 
 
 def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
@@ -195,7 +125,7 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
     """
-    config = run.config
+    config, options = run.config, run.config.preference
     learner = RewardModelLearner(
         lora.base_config(run.model),
         run.meshes["actor"],
@@ -204,10 +134,26 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         seed=config.seed,
         state_rules=state_rules(config.mesh.sharding),
     )
-    with _open_loop(run, stop) as loop:
-        loop.run(
-            RewardModelStage(run, learner, loop, functools.partial(starting_params, run, stop))
-        )
+
+    def begin_weights(resumed: bool) -> None:
+        if not resumed:
+            params = starting_params(run, stop)
+            # It trains all of its weights, and starts from the base model.
+            learner.start_from(lora.split(params)[1] if run.model.lora.rank else params)
+
+    # A reward is higher for the better answer, a cost is lower.
+    sign = -1.0 if options.loss == "cost_preference" else 1.0
+    loop = _open_loop(run, stop)
+    stage = PairStage(
+        run,
+        learner,
+        reward_model_objective(options.loss, dict(options.options)),
+        loop,
+        name="reward_model",
+        begin_weights=begin_weights,
+        rank=lambda batch: sign * learner.scores_of(batch),
+    )
+    loop.run(stage)
     directory = config.run_folder.trained_model
     # It exists if a finished run is started again.
     if not directory.exists() and hosts.is_first():
@@ -222,16 +168,36 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
 
 
 def learn_preferences(run: RunContext, stop: StopSignal) -> None:
-    """Trains the policy directly on pairs (DPO).
+    """Trains the policy directly on pairs (DPO, arXiv 2305.18290), with its initial weights as reference.
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
     """
+    options = run.config.preference
     actor = run.roles.actor(optim=run.config.optim, samples=False)
-    with _open_loop(run, stop) as loop:
-        reference = run.roles.reference_with("actor")
-        starting = functools.partial(starting_params, run, stop)
-        loop.run(DpoStage(run, actor, reference, loop, starting))
+    reference = run.roles.other("reference", like="actor")
+
+    def begin_weights(resumed: bool) -> None:
+        # A copy, and first: the start of the actor consumes the weights. Also for a resumed stage, since no
+        # checkpoint has the reference.
+        params = starting_params(run, stop)
+        reference.load(copied(params, reference))
+        if not resumed:
+            actor.start_from(params)
+
+    loop = _open_loop(run, stop)
+    stage = PairStage(
+        run,
+        actor,
+        policy_pair_objective(options.loss, dict(options.options)),
+        loop,
+        name="actor",
+        begin_weights=begin_weights,
+        # Prompts have log-probabilities too, and are no part of the answers.
+        rank=lambda x: x.loss_mask * (actor.logprobs(x) - reference.logprobs(x)),
+        complete=lambda batch: batch.replace(ref_logprob=reference.logprobs(batch)),
+    )
+    loop.run(stage)
 
 
 def _open_loop(run: RunContext, stop: StopSignal):

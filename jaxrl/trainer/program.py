@@ -13,7 +13,7 @@ from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, lookup
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import with_stored_shape
+from jaxrl.config.shapes import is_here, model_of
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.files import fingerprint
@@ -133,8 +133,9 @@ def claimed(config: Config) -> Iterator[Config]:
     hosts.check_same("the files of the weights", weight_fingerprints(config).values())
     path = config.run_folder.path
     with hosts.watched(config.hosts), disk_errors(path), run_lock(path):
-        # Use the shape that is trained, not the default, to compare, record and report the run.
-        config = with_stored_shape(config)
+        if config.weights and is_here(config.weights):
+            # The shape that is trained, not the default, to compare, record and report the run.
+            config = dataclasses.replace(config, model=model_of(config)[0])
         hosts.on_first(lambda: check_folder(config))
         yield config
 

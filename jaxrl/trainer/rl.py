@@ -25,11 +25,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.free_running import FreeRunning
-from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.handover import Handover
@@ -40,10 +38,11 @@ from jaxrl.tracking.kept_rollouts import KeptRollouts
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
+from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
 from jaxrl.trainer.run_step import RunSampling, StepState, build_step, recorded_schedule
-from jaxrl.trainer.supervised import keep_reference, load_frozen, start_from, starting_params
+from jaxrl.trainer.supervised import keep_reference, start_from, starting_params
 
 
 def reinforce(run: RunContext, stop: StopSignal) -> None:
@@ -58,12 +57,17 @@ def reinforce(run: RunContext, stop: StopSignal) -> None:
     every = config.evaluation.every if len(run.evaluation_prompts) else 0
     schedule = Schedule(config.run.num_steps, config.run.save_every, evaluate_every=every)
     title = run.algorithm.dataflow.title
-    with open_loop(run, title, config.run_folder.rl, schedule, stop) as loop:
-        loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
+    loop = open_loop(run, title, config.run_folder.rl, schedule, stop)
+    loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
 
 
 class RlStage(TrainingStage):
-    """Reinforcement learning by the config's dataflow."""
+    """Reinforcement learning by the config's dataflow.
+
+    Attributes:
+      parts: the parts of a step, as a dataflow gets them.
+      prompts: the problems, in the order of training.
+    """
 
     def __init__(
         self,
@@ -97,17 +101,18 @@ class RlStage(TrainingStage):
         self._functions = reward_functions(config, timer)
         rewards = rewards_of(config, roles, timer, self._graders, self._functions)
         self._sampling = RunSampling(run, roles.actor, timer, rewards, recorded)
+        self.prompts = self._sampling.prompts
         self._rollouts = KeptRollouts(
             config.run,
             config.run_folder,
             run.tokenizer,
             timer,
-            stop_ids=run.stop_ids,
+            stop_ids=(*run.tokenizer.stop_ids, *config.rollout.stop_ids),
             terms=rewards.term_names,
             # A step that trains on the sampler's log-probabilities has none of the trainer's.
             has_old_logprob=not config.algorithm.correction.bypass,
         )
-        self._step = build_step(
+        self.parts = build_step(
             run, roles, timer, self._state, self._sampling, rewards, self._rollouts.look
         )
 
@@ -116,19 +121,11 @@ class RlStage(TrainingStage):
         """The roles that are trained."""
         return self._roles.learners
 
-    @property
-    def parts(self) -> Step:
-        """The parts of a step, as a dataflow gets them."""
-        return self._step
-
-    @property
-    def prompts(self) -> PromptStream:
-        """The problems, in the order of training."""
-        return self._sampling.prompts
-
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights of the roles; in a resumed stage only those that no checkpoint holds."""
-        load_frozen(self._roles, self._run)
+        for name, role in self._roles.others.items():
+            if directory := ROLES[name].weights(self._run.config):
+                ROLES[name].load(role, self._run.models.by_role[name], directory)
         if record is None:
             start_from(self._roles, self._starting_params(), self._run)
             return
@@ -140,9 +137,14 @@ class RlStage(TrainingStage):
     def step(self) -> Metrics:
         """Runs one step of the dataflow, with an evaluation beside it if one is due (`evaluate`)."""
         self._rollouts.begin_step()
-        finish_evaluation = self._begin_evaluation()
+        # Begins the evaluation that `evaluate` left to this step. The number of the step alone decides: a run
+        # that was resumed here makes it too.
+        every, step = self._run.config.evaluation.every, self._timer.step
+        is_due = len(self._run.evaluation_prompts) and step and step % every == 0
+        sampler = self._beside if is_due else None
+        finish_evaluation = None if sampler is None else self._evaluation.begin(sampler)
         try:
-            metrics = self._run.algorithm.dataflow(self._step, self.prompts)
+            metrics = self._run.algorithm.dataflow(self.parts, self.prompts)
         except NotEnoughGroups as error:
             path = self._rollouts.look_at_failed(error.sampled)
             raise UserError(f"{error}. What was sampled is in {path}") from error
@@ -151,9 +153,9 @@ class RlStage(TrainingStage):
             metrics = {**metrics, "perf/handover_gb": handover.received_bytes / 1e9}
         if finish_evaluation is not None:
             with self._timer.phase("testing", shown="evaluate"):
-                found = {**finish_evaluation(), "val-aux/version": self._timer.step}
+                found = {**finish_evaluation(), "val-aux/version": step}
             # The last row has the accuracy after it.
-            if self._timer.step + 1 < self._run.config.run.num_steps:
+            if step + 1 < self._run.config.run.num_steps:
                 metrics = {**metrics, **found}
         return metrics
 
@@ -162,14 +164,6 @@ class RlStage(TrainingStage):
         """The sampler that evaluates beside a step; None if the run stops for evaluations."""
         # Agents' evaluations share the slots too, but steps wait for them.
         return None if self._run.config.rollout.agent else self._sampling.free
-
-    def _begin_evaluation(self) -> Callable[[], Metrics] | None:
-        """Begins the evaluation that `evaluate` left to this step; returns what finishes it, or None."""
-        # From the step alone, so that a run that was resumed here makes it too.
-        every, step = self._run.config.evaluation.every, self._timer.step
-        is_due = len(self._run.evaluation_prompts) and step and step % every == 0
-        sampler = self._beside if is_due else None
-        return None if sampler is None else self._evaluation.begin(sampler)
 
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts.

@@ -14,15 +14,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
-
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import (
-    check_judge_batches,
-    check_training_batches,
-    judge_engine_config,
-    row_limits,
-)
+from jaxrl.config.shapes import row_limits
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.dataflows.distill import TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
@@ -36,7 +29,7 @@ from jaxrl.dataflows.rewarding import (
 )
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.mesh.rules import GENERATE_RULES, shardings, shards_of
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph, score_config
 from jaxrl.models.huggingface.config_json import read_config
@@ -48,6 +41,10 @@ from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic, RewardModel
 from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.settings import EngineConfig
+
+# Verdicts that are decoded at once. All slots have room for the longest prompt, and a judge has long ones.
+_JUDGE_SLOTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +88,7 @@ class RoleKind:
       optional: whether `is_used` decides if a run has the role, not its dataflow alone.
       trains: whether it has an optimiser.
       compared: whether the actor's loss can have the KL to it over the whole vocabulary.
+      packs: whether it runs on packed rows, which must divide over its mesh.
     """
 
     setting = ""
@@ -98,6 +96,7 @@ class RoleKind:
     optional = False
     trains = False
     compared = False
+    packs = True
 
     def weights(self, config: Config) -> str:
         """The directory of its weights; "" means the policy's weights."""
@@ -125,10 +124,6 @@ class RoleKind:
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
         """Raises UserError unless its model can read the policy's tokens."""
         check_vocabulary(model, policy, directory)
-
-    def check_batches(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
-        """Raises UserError for batches that the mesh does not divide."""
-        check_training_batches(config, mesh)
 
     def build(self, parts: BuildParts) -> Any:
         """Builds the role without weights."""
@@ -249,6 +244,7 @@ class JudgeKind(RoleKind):
 
     setting = "reward.judge.model"
     optional = True
+    packs = False
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         # Whatever the dataflow declares, like the reward model.
@@ -270,20 +266,26 @@ class JudgeKind(RoleKind):
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
         """The policy's tokens do not matter."""
 
-    def check_batches(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
-        # It samples, so slots and prompts are divided instead of rows.
-        check_judge_batches(config, mesh)
-
     def build(self, parts: BuildParts) -> GenerativeJudge:
-        options, tokenizer = parts.config.reward.judge, parts.tokenizer
-        backend = build_backend(
-            # Whatever `rollout.driver` says, which is about the policy.
-            "offline",
-            parts.model,
-            parts.place["mesh"],
-            judge_engine_config(parts.config, tokenizer.stop_ids),
-            tokenizer.decode_batch,
+        options, rollout = parts.config.reward.judge, parts.config.rollout
+        tokenizer, mesh = parts.tokenizer, parts.place["mesh"]
+        replicas = shards_of("batch", GENERATE_RULES, mesh)
+        sizes = EngineConfig(
+            **rollout.engine_settings(
+                slots=-(-_JUDGE_SLOTS // replicas) * replicas,
+                prefill_prompts=-(-min(_JUDGE_SLOTS, rollout.prefill_prompts) // replicas)
+                * replicas,
+                # The judge's answers are short, and its slots are few.
+                cache="contiguous",
+                cache_tokens=0,
+                speculate=0,
+            ),
+            max_prompt_tokens=options.max_prompt_tokens,
+            max_response_tokens=options.max_verdict_tokens,
+            stop_ids=tokenizer.stop_ids,
         )
+        # "offline" whatever `rollout.driver` says, which is about the policy.
+        backend = build_backend("offline", parts.model, mesh, sizes, tokenizer.decode_batch)
         return GenerativeJudge(
             backend,
             tokenizer,

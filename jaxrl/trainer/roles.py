@@ -1,6 +1,6 @@
 """Builds the roles of a run without weights, each on its mesh.
 
-    config, meshes, models --> build_roles --> Roles --> supervised.load_frozen, supervised.start_from
+    config, meshes, models --> build_roles --> Roles --> RoleKind.load, supervised.start_from
 
 A mesh may be abstract, so a plan has the same roles as the run that it predicts.
 """
@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl.config.schema import Config
 from jaxrl.config.shapes import (
     check_sampling_batches,
-    check_training_batches,
     engine_config,
     is_here,
     model_of,
@@ -25,7 +24,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.dataflows.algorithm_config import TrustRegionConfig
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.pools import read_placement
-from jaxrl.mesh.rules import GENERATE_RULES, shards_of
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
@@ -36,7 +35,6 @@ from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic
 from jaxrl.roles.trust_region import TrustRegionActor
-from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.trainer.role_table import ROLES, BuildParts
 
@@ -188,14 +186,31 @@ class RoleBuilder:
 
         Without `samples` it only learns.
         """
+        config, rollout = self._config, self._config.rollout
+        backend = None
+        if samples:
+            tokenizer = self._models.tokenizer
+            mesh = self._meshes.get("rollout", self._meshes["actor"])
+            sizes = engine_config(
+                config,
+                (*tokenizer.stop_ids, *rollout.stop_ids),
+                dynamic_sampling=find_dataflow(config.algorithm.dataflow).dynamic_sampling,
+                replicas=shards_of("batch", GENERATE_RULES, mesh),
+            )
+            backend = build_backend(
+                rollout.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
+            )
+            # A plan runs no agents.
+            if tokenizer is not SHAPES_ONLY:
+                backend = with_agent(backend, rollout, tokenizer)
         # A stage that only learns has no sampler whose limits could count.
-        truncates = samples and self._config.truncates_logprobs
+        truncates = samples and config.truncates_logprobs
         options = self._common("actor") | {
             "optim": optim,
-            "temperature": self._config.rollout.temperature,
-            "truncation": self._config.rollout.truncation() if truncates else None,
-            "seed": self._config.seed,
-            "backend": self._backend() if samples else None,
+            "temperature": rollout.temperature,
+            "truncation": rollout.truncation() if truncates else None,
+            "seed": config.seed,
+            "backend": backend,
             "compared": compared,
         }
         if trust_region is None:
@@ -206,33 +221,12 @@ class RoleBuilder:
             **options,
         )
 
-    def other(self, role: str) -> Any:
-        """A role of `role_table.ROLES`."""
-        return ROLES[role].build(self._parts(self._models.by_role[role], role))
-
-    def reference_with(self, role: str) -> Reference:
-        """A reference policy on the mesh of another role."""
-        return ROLES["reference"].build(self._parts(self._models.actor, role))
-
-    def _parts(self, model: ModelConfig, role: str) -> BuildParts:
-        tokenizer = self._models.own_tokenizers.get(role, self._models.tokenizer)
-        return BuildParts(self._config, model, self._common(role), tokenizer)
-
-    def _backend(self) -> RolloutBackend:
-        """The actor's rollout backend, on the mesh of "rollout" if there is one, else on the actor's."""
-        tokenizer, options = self._models.tokenizer, self._config.rollout
-        mesh = self._meshes.get("rollout", self._meshes["actor"])
-        sizes = engine_config(
-            self._config,
-            (*tokenizer.stop_ids, *options.stop_ids),
-            dynamic_sampling=find_dataflow(self._config.algorithm.dataflow).dynamic_sampling,
-            replicas=shards_of("batch", GENERATE_RULES, mesh),
-        )
-        backend = build_backend(
-            options.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
-        )
-        # A plan runs no agents.
-        return backend if tokenizer is SHAPES_ONLY else with_agent(backend, options, tokenizer)
+    def other(self, role: str, *, like: str = "") -> Any:
+        """A role of `role_table.ROLES`, with its own model and mesh or, by `like`, those of another role."""
+        like = like or role
+        tokenizer = self._models.own_tokenizers.get(like, self._models.tokenizer)
+        model = self._models.by_role[like]
+        return ROLES[role].build(BuildParts(self._config, model, self._common(like), tokenizer))
 
     def _common(self, role: str) -> dict[str, Any]:
         """Keyword arguments of every constructor that follow from the placement."""
@@ -278,8 +272,7 @@ def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]
       meshes: mesh of each role.
     """
     for role, mesh in meshes.items():
-        if role in ROLES:
-            ROLES[role].check_batches(config, mesh)
-        else:
-            check_training_batches(config, mesh)
+        if role not in ROLES or ROLES[role].packs:
+            check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
+            check_divides("train.row_tokens", config.row_tokens, "length", TRAIN_RULES, mesh)
     check_sampling_batches(config, meshes.get("rollout", meshes["actor"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config.shapes import row_limits
-from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
+from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import prefixed, work_metrics
@@ -33,9 +33,7 @@ from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
-from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles
-from jaxrl.types import TrainBatch
 
 
 def load_or_init(run: RunContext) -> Params:
@@ -62,13 +60,6 @@ def load_or_init(run: RunContext) -> Params:
         fresh = lambda key: fitted(lora.fresh_adapters(model, key), like)  # noqa: E731
         return lora.join(jax.jit(fresh, out_shardings=adapters)(key), params)
     return params
-
-
-def load_frozen(roles: Roles, run: RunContext) -> None:
-    """Gives every frozen role the weights of its directory."""
-    for name, role in roles.others.items():
-        if directory := ROLES[name].weights(run.config):
-            ROLES[name].load(role, run.models.by_role[name], directory)
 
 
 def start_from(roles: Roles, params: Params, run: RunContext) -> None:
@@ -145,8 +136,8 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
     actor = run.roles.actor(optim=optim, samples=samples)
     # A row waits for its step, so a long stage has only some sixty.
     schedule = Schedule(options.num_steps, options.save_every, max(1, options.num_steps // 60))
-    with open_loop(run, "SFT", run.config.sft_folder, schedule, stop) as loop:
-        loop.run(SupervisedStage(run, actor, loop))
+    loop = open_loop(run, "SFT", run.config.sft_folder, schedule, stop)
+    loop.run(SupervisedStage(run, actor, loop))
     return actor
 
 
@@ -161,12 +152,20 @@ class ExamplesStage(TrainingStage, abc.ABC):
         stream: DemonstrationStream | PreferenceStream,
         *,
         name: str,
+        begin_weights: Callable[[bool], None],
     ):
-        """Args: the run, the role to train, the loop, the examples, and the name of the role."""
+        """Args:
+        run, learner, timer, stream: the run, the role to train, the loop and the examples.
+        name: name of the role.
+        begin_weights: function that sets the initial weights; in a resumed stage (True) only those that no
+            checkpoint holds.
+        """
+        self._begin_weights = begin_weights
         self._run = run
         self._learner = learner
         self._timer = timer
-        self._stream = stream
+        # Of examples or of pairs: each stage knows which.
+        self._stream: Any = stream
         self._name = name
 
     @property
@@ -175,28 +174,12 @@ class ExamplesStage(TrainingStage, abc.ABC):
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights, or restores the position in the stream from a checkpoint."""
-        self._begin_weights(resumed=record is not None)
+        self._begin_weights(record is not None)
         if record is not None:
             self._stream.restore(record["stream"])
 
-    def step(self) -> Metrics:
-        batch, metrics = self._pack(next(iter(self._stream)))
-        return metrics | self._update(batch)
-
     def record(self) -> dict[str, Any]:
         return {"stream": self._stream.state()}
-
-    @abc.abstractmethod
-    def _begin_weights(self, *, resumed: bool) -> None:
-        """Sets the initial weights; in a resumed stage only those that no checkpoint holds."""
-
-    @abc.abstractmethod
-    def _pack(self, examples: list[Any]) -> tuple[Any, Metrics]:
-        """A batch of examples, packed on the learner's devices, and metrics of its tokens."""
-
-    @abc.abstractmethod
-    def _update(self, batch: Any) -> Metrics:
-        """Runs one optimiser update; returns its metrics."""
 
 
 class SupervisedStage(ExamplesStage):
@@ -214,13 +197,18 @@ class SupervisedStage(ExamplesStage):
             examples_per_batch=run.config.sft.examples_per_step,
             max_tokens=self._limits.longest,
         )
-        super().__init__(run, actor, timer, stream, name="actor")
+        super().__init__(
+            run,
+            actor,
+            timer,
+            stream,
+            name="actor",
+            begin_weights=lambda resumed: None if resumed else actor.start_from(load_or_init(run)),
+        )
 
-    def _begin_weights(self, *, resumed: bool) -> None:
-        if not resumed:
-            self._actor.start_from(load_or_init(self._run))
-
-    def _pack(self, examples: list[MaskedExample]) -> tuple[TrainBatch, Metrics]:
+    def step(self) -> Metrics:
+        """Packs the next examples, and runs one optimiser update on them."""
+        examples = next(iter(self._stream))
         with self._timer.phase("pack", may_stop=True):
             # Other examples on one host would make other weights there.
             hosts.check_same(
@@ -233,14 +221,12 @@ class SupervisedStage(ExamplesStage):
                 "train/num_trained_tokens": float(sum(mask.sum() for *_, mask in examples)),
                 "perf/total_num_tokens": float(packing.lengths.sum()),
             }
-            return self._actor.place(batch), metrics | work_metrics(self._actor, packing)
-
-    def _update(self, batch: TrainBatch) -> Metrics:
+            batch, metrics = self._actor.place(batch), metrics | work_metrics(self._actor, packing)
         with self._timer.phase("update_actor", shown="update"):
             # The devices work on after the call returns; the phase must have their time.
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
         values = prefixed("actor", hosts.fetch(update))
-        return {
+        return metrics | {
             "sft/loss": values["actor/pg_loss"],
             "sft/mean_token_prob": values["actor/mean_token_prob"],
             "sft/grad_norm": values["actor/grad_norm"],

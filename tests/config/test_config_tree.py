@@ -93,6 +93,9 @@ def test_a_recipe_changes_what_it_names_and_nothing_else():
     assert config == Config(seed=7, actor=model, limit=3, name="x", axes=("data",), depth=2)
     assert read(ratio=None, actor__optim__schedule="cosine").ratio is None
     assert read(weights={"x": 1}, extra="any") == Config(weights={"x": 1.0}, extra="any")
+    # An integer default of a float setting takes floats, and integers become floats.
+    assert read(scale=0.25).scale == 0.25 and type(read(scale=3).scale) is float
+    assert read(actor={"width": 3}) == Config(actor=Model(width=3))
 
 
 def test_the_tree_is_locked_except_for_free_form_dicts():
@@ -107,20 +110,6 @@ def test_the_tree_is_locked_except_for_free_form_dicts():
     config = config_tree.from_config_dict(Config, tree)
     assert config.options == {"level": "hard", "digits": 3}
     assert config.pools == {"main": Pool(devices=8), "extra": Pool(devices=4)}
-
-
-def test_an_integer_default_of_a_float_setting_takes_floats():
-    assert read(scale=0.25).scale == 0.25
-    assert type(read(scale=3).scale) is float
-
-
-def test_a_group_that_may_be_none_is_filled_and_emptied():
-    assert read(critic=config_tree.to_config_dict(Model(width=5))).critic == Model(width=5)
-    tree = config_tree.to_config_dict(Config(critic=Model()))
-    tree.critic.width = 6
-    assert config_tree.from_config_dict(Config, tree).critic == Model(width=6)
-    tree.critic = None
-    assert config_tree.from_config_dict(Config, tree).critic is None
 
 
 def test_an_override_of_a_derived_setting_stays_there():
@@ -156,17 +145,9 @@ def test_a_wrong_type_is_named_with_path_value_and_expectation(settings, message
         read(**settings)
 
 
-def test_what_a_recipe_leaves_out_has_its_default():
-    assert read(actor={"width": 3}) == Config(actor=Model(width=3))
-
-
-def test_settings_follow_the_fields():
-    assert list(config_tree.leaf_types(Optim)) == ["lr", "lr_warmup_steps", "betas", "schedule"]
+def test_an_optional_group_is_a_setting_before_its_own():
     names = list(config_tree.leaf_types(Config))
-    assert names[:3] == ["seed", "fast", "scale"]
-    assert "actor" not in names and "actor.optim.lr" in names
-    assert names.index("critic") + 1 == names.index("critic.width")
-    assert names[-2:] == ["extra", "pools"]
+    assert "actor" not in names and names.index("critic") + 1 == names.index("critic.width")
 
 
 def test_the_printed_config_is_one_line_a_setting_and_stable():

@@ -24,11 +24,6 @@ from jaxrl.trainer.algorithm import algorithm_of
         ("rollout.on_shortage", "fill", "there is no last one; set it to 1 or more"),
         ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
-        (
-            "train.remat",
-            "some",
-            "'some': expected 'full', 'projections', 'offload', 'offload_inputs' or 'none'",
-        ),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
         ("model.head_dim", "31", "head_dim 31 is odd"),
         ("model.num_kv_heads", "3", "not a multiple of num_kv_heads 3"),

@@ -210,18 +210,11 @@ def _only(function, name: str):
         ("algorithm.loss_options", {"clip": 0.2}, "has no option clip"),
         ("placement", {"all": 3}, "placement.all = 3: expected a table"),
         ("placement", {"all": {}}, "placement.all.roles is None; name the roles"),
-        ("placement", {"all": {"train": "1-1-1"}}, "placement.all.roles is None; name the roles"),
-        ("placement", {"all": {"roles": 1}}, "placement.all.roles is 1; name the roles"),
         ("placement", {"all": {"roles": [1]}}, "placement.all.roles is [1]; name the roles"),
         (
             "placement",
             {"all": {"roles": ["actor"], "fsdp": -1}},
             "placement.all.fsdp -1 is below 1",
-        ),
-        (
-            "placement",
-            {"all": {"roles": ["actor"], "train": 3}},
-            "placement.all.train = 3: expected",
         ),
         *(
             (
@@ -230,7 +223,7 @@ def _only(function, name: str):
                 f"{setting} {value!r} leads to another folder; write a name without slashes",
             )
             for setting in ("name", "sft.run")
-            for value in ("../x", "/tmp/x", "a/../../x", "..", ".", "a/b")
+            for value in ("../x", "/tmp/x", "..", ".", "a/b")
         ),
         ("mesh.train", "1-1-1000000000000", "numbers from 1 to 1,000,000 joined by dashes"),
         ("mesh.train", "1-1-²", "numbers from 1 to 1,000,000 joined by dashes"),

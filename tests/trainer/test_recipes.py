@@ -287,7 +287,6 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
         "template": "How good is {response}?",
         "max_prompt_tokens": 32,
         "max_verdict_tokens": 4,
-        "slots": 16,
     }
     config = make_config(
         folder,

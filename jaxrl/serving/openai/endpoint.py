@@ -100,14 +100,12 @@ class _Inbox:
             raise item
         return item
 
-    def fail(self, error: Exception) -> None:
-        """Lets `get` raise an error."""
-        self._events.put_nowait(error)
-
-    def close(self) -> None:
-        """Cancels the requests that are not answered yet."""
+    def close(self, error: Exception | None = None) -> None:
+        """Cancels the requests that are not answered yet, and lets `get` raise an error."""
         for ticket in self._tickets:
             self._driver.cancel(ticket)
+        if error is not None:
+            self._events.put_nowait(error)
 
 
 class _Events(StreamingResponse):
@@ -291,8 +289,7 @@ async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
 async def _close_if_gone(request: Request, inbox: _Inbox) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    inbox.close()
-    inbox.fail(ApiError("the client has gone", status=_CLIENT_GONE))
+    inbox.close(ApiError("the client has gone", status=_CLIENT_GONE))
 
 
 async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
