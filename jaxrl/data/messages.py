@@ -29,9 +29,9 @@ USER = "user"
 SYSTEM = "system"
 
 
-def context_of(row: Row, name: str) -> Context:
-    """Returns a field with a question or a list of messages; BadRow if it is neither."""
-    return as_context(field_of(row, name), f"field {name!r}")
+def prompt_of(row: Row) -> Context:
+    """Returns the field "prompt", a question or a list of messages; BadRow if it is neither."""
+    return as_context(field_of(row, "prompt"), "field 'prompt'")
 
 
 def as_context(value: Any, what: str) -> Context:

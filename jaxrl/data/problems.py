@@ -19,13 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.generated_problems import (
-    NUM_FIRST,
-    Check,
-    GeneratedProblems,
-    TaskProblems,
-    function_rows,
-)
+from jaxrl.data.generated_problems import NUM_FIRST, TaskProblems, function_rows
 from jaxrl.data.messages import Context, PromptFormat, text_of_context
 from jaxrl.data.row_layouts import Record, recognise
 from jaxrl.data.rows import BadRow, Row, open_rows, shown
@@ -76,8 +70,8 @@ class Source:
       records: The usable problems.
       dropped: The rows that were left out, by reason.
       own_template: The words that the file has around every problem, as a template; "" for none.
-      generated: The problems of an endless source; None otherwise. `records` and `dropped` then hold the
-        first few.
+      generated: Generates the problem of a number of an endless source, and raises BadRow if it is left out;
+        None for other sources. `records` and `dropped` hold the first few of an endless one.
     """
 
     name: str
@@ -87,7 +81,7 @@ class Source:
     records: tuple[Record, ...]
     dropped: Mapping[str, Dropped] = dataclasses.field(default_factory=dict)
     own_template: str = ""
-    generated: GeneratedProblems | None = None
+    generated: Callable[[int], Record] | None = None
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -122,8 +116,8 @@ class Source:
 
         return self._checked(check)
 
-    def _checked(self, check: Check) -> Self:
-        """The source without the rows that fail a check; later problems of an endless source get it too."""
+    def _checked(self, check: Callable[[Record], None]) -> Self:
+        """The source without the rows for which `check` raises BadRow, be they read or generated later."""
         # Copies, since `_count` changes them, and `self` may be asked again (`ProblemReader` keeps it).
         dropped = {reason: dataclasses.replace(of_one) for reason, of_one in self.dropped.items()}
         kept, fault = [], None
@@ -139,8 +133,16 @@ class Source:
                 f"{self.name} has no row left: all {len(self.records)} are {fault.reason}, such as {fault}; "
                 "use other data, or widen the task's range of numbers"
             )
-        generated = self.generated and self.generated.checked(check)
-        return dataclasses.replace(self, records=tuple(kept), dropped=dropped, generated=generated)
+        changes: dict[str, Any] = {"records": tuple(kept), "dropped": dropped}
+        if (make := self.generated) is not None:
+
+            def generated(number: int) -> Record:
+                record = make(number)
+                check(record)
+                return record
+
+            changes["generated"] = generated
+        return dataclasses.replace(self, **changes)
 
 
 def read_source(
@@ -179,7 +181,7 @@ def read_source(
             )
         if settings.is_endless:
             origin += f", without end; of the first {NUM_FIRST}:"
-            generated = GeneratedProblems(make)
+            generated = make
     else:
         made, origin, template = _rows_of(settings, needs_truth=needs_truth)
     dropped: dict[str, Dropped] = {}
@@ -242,13 +244,10 @@ def _numbered(
     """(generates the problem of a number, a description, own template) of a function or a task."""
     size, seed, options = settings.size, settings.seed, settings.options
     if settings.task:
-        task = TaskProblems(settings.task, seed=seed, options=options, size=size)
-
-        def record_of(number: int) -> Record:
-            record = task.record(number)
-            return dataclasses.replace(record, source=settings.source or record.source)
-
-        return record_of, f"reasoning-gym task {settings.task}", ""
+        task = TaskProblems(
+            settings.task, seed=seed, options=options, size=size, source=settings.source
+        )
+        return task.record, f"reasoning-gym task {settings.task}", ""
     path = settings.path
     row_of = function_rows(path, size=size, seed=seed, options=options)
     first = [row_of(n) for n in range(min(size or NUM_FIRST, NUM_FIRST))]

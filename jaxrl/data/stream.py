@@ -1,7 +1,7 @@
 """Endless shuffled batches with a position that can be saved: of examples, and of prompts of several sources.
 
     records --encode_prompts--> Prompts of one source         --+
-    GeneratedProblems --when drawn--> GeneratedPrompts        --+--PromptStream--> batches of N
+    problems by number --when drawn--> GeneratedPrompts       --+--PromptStream--> batches of N
 
 The batches mix the sources by weight. Prompts in memory are tokenised once, before training, so a step takes
 rows that are ready. A generated prompt is tokenised when it is drawn.
@@ -24,7 +24,6 @@ from typing import Any, Generic, Self, TypeVar
 import grain
 import numpy as np
 
-from jaxrl.data.generated_problems import GeneratedProblems
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import BadRow
 from jaxrl.errors import UserError
@@ -159,7 +158,7 @@ class GeneratedPrompts:
     """Prompts of problems that are generated when drawn. Turn n draws problem n.
 
     Args:
-      problems: Endless problems.
+      problems: Generates the problem of a number; raises BadRow if it is left out.
       encode: Encodes a problem; returns no prompt if it does not fit.
       first: Prompts of the first problems. A resumed run compares them with its own.
       name: Name of the source, for messages.
@@ -167,7 +166,7 @@ class GeneratedPrompts:
 
     def __init__(
         self,
-        problems: GeneratedProblems,
+        problems: Callable[[int], Record],
         encode: Callable[[Record], Prompts],
         *,
         first: Prompts,
@@ -194,7 +193,7 @@ class GeneratedPrompts:
         """
         for later in range(turn, turn + _MOST_LEFT_OUT):
             try:
-                record = self._problems.problem(later)
+                record = self._problems(later)
                 prompt = self._encode(record)
                 if len(prompt):
                     return later, prompt

@@ -333,7 +333,10 @@ class TextStream:
                 whole = self._text_of(self._window)
             self._window_text = whole
         self._pending += "".join(pieces)
-        shown = len(self._pending) - self._held()
+        # Held back is the end of the pending text that is, or may become, a stop string.
+        ends = (self._pending[at:] for at in range(len(self._pending) if self._stop else 0))
+        is_held = lambda end: any(end.startswith(x) or x.startswith(end) for x in self._stop)  # noqa: E731
+        shown = len(self._pending) - next((len(end) for end in ends if is_held(end)), 0)
         text, self._pending = self._pending[:shown], self._pending[shown:]
         return tuple(pieces), text
 
@@ -350,11 +353,3 @@ class TextStream:
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._decode_text(np.array(tokens, np.int32))
-
-    def _held(self) -> int:
-        """Length of the end of the pending text that is, or may become, a stop string."""
-        for at in range(len(self._pending) if self._stop else 0):
-            rest = self._pending[at:]
-            if any(rest.startswith(stop) or stop.startswith(rest) for stop in self._stop):
-                return len(rest)
-        return 0
