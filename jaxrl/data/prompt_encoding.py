@@ -43,11 +43,6 @@ class EncodedPrompts:
     lengths: np.ndarray
     num_cut: int
 
-    @property
-    def num_dropped(self) -> int:
-        """Number of rows that did not fit and were left out."""
-        return len(self.lengths) - len(self.prompts)
-
 
 def encode_prompts(
     records: Sequence[Record],

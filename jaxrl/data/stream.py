@@ -254,7 +254,19 @@ class PromptStream:
         return self
 
     def __next__(self) -> Prompts:
-        return Prompts.concatenate([self._draw() for _ in range(self._prompts_per_batch)])
+        prompts = []
+        for _ in range(self._prompts_per_batch):
+            # The source that is furthest behind its share; the first one of several. Not by chance: so every
+            # stretch keeps the shares, and the counts alone are the position.
+            due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
+            number = due.index(min(due))
+            turn, prompt = self._sources[number].draw(self._turns[number])
+            self._turns[number] = turn + 1
+            self._num_drawn[number] += 1
+            # Unique in the whole stream, and the turn itself for a single source.
+            prompt_id = turn * len(self._sources) + number
+            prompts.append(dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64)))
+        return Prompts.concatenate(prompts)
 
     def state(self) -> dict[str, Any]:
         """The position in the stream, for `restore`; plain JSON."""
@@ -279,15 +291,3 @@ class PromptStream:
                 name = "data/made_problems_left_out"
                 found[name] = found.get(name, 0) + turn - drawn
         return found
-
-    def _draw(self) -> Prompts:
-        # The source that is furthest behind its share; the first one of several. Not by chance: so every
-        # stretch keeps the shares, and the counts alone are the position.
-        due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
-        number = due.index(min(due))
-        turn, prompt = self._sources[number].draw(self._turns[number])
-        self._turns[number] = turn + 1
-        self._num_drawn[number] += 1
-        # Unique in the whole stream, and the turn itself for a single source.
-        prompt_id = turn * len(self._sources) + number
-        return dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64))

@@ -46,7 +46,6 @@ class Tokenizer:
         must not draw them, and `decode` drops them.
       eos_id: The token that ends a response in training data.
       stop_ids: All tokens that end generation, `eos_id` first.
-      pad_id: Padding, which the model never reads; `eos_id` if the directory names none.
       special_tokens: Special tokens by their names in tokenizer_config.json, such as {"eos_token": "<eos>"}.
       chat_template: The chat template; None if the model has none (base models).
     """
@@ -55,7 +54,6 @@ class Tokenizer:
     vocab_size: int
     eos_id: int
     stop_ids: tuple[int, ...]
-    pad_id: int
     special_tokens: Mapping[str, str]
     chat_template: ChatTemplate | None = None
 
@@ -149,7 +147,6 @@ def load_tokenizer(
             f"{path} names the token {eos!r}, which tokenizer.json beside it does not have; put two files of "
             "one model there"
         )
-    pad_id = ids.get("pad_token")
     # Not the number of entries, because some vocabularies have unused ids below the last one.
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     ends = _generation_eos_ids(directory / "generation_config.json", vocab_size)
@@ -167,7 +164,6 @@ def load_tokenizer(
         vocab_size=vocab_size,
         eos_id=stop_ids[0],
         stop_ids=stop_ids,
-        pad_id=stop_ids[0] if pad_id is None else pad_id,
         special_tokens=special_tokens,
         chat_template=_read_chat_template(directory, config, special_tokens)
         if not chat_template
@@ -221,7 +217,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         eos_id=1,
         stop_ids=(1,),
-        pad_id=0,
         special_tokens={"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN},
     )
 
