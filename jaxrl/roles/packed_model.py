@@ -61,7 +61,6 @@ from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
@@ -276,25 +275,6 @@ class PackedModel:
             first_minibatch=first_minibatch,
         )
 
-    def same_token_fraction(
-        self,
-        graph: nnx.GraphDef,
-        params: Params,
-        micro: PackedBatch,
-        draws: Draws,
-        *,
-        temperature: float,
-    ) -> jax.Array:
-        """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
-        model: Decoder = nnx.merge(graph, params)
-        return same_token_fraction(
-            *self._head(model, self._run(model, micro).hidden_BTD, micro),
-            micro,
-            draws,
-            temperature=temperature,
-            **self._chunks(micro),
-        )
-
     def policy_and_kl(
         self,
         graph: nnx.GraphDef,
@@ -426,17 +406,9 @@ class PackedModel:
 class Frozen(PackedModel):
     """A model with frozen weights."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
-        train: TrainConfig,
-        state_rules: StateRules = ZERO["FSDP"],
-        offload: bool = False,
-    ):
+    def __init__(self, model: ModelConfig, mesh: Mesh, *, offload: bool = False, **options: Any):
         """Args as for `PackedModel`; `offload` keeps the weights in pinned host memory between calls."""
-        super().__init__(model, mesh, train=train, state_rules=state_rules)
+        super().__init__(model, mesh, **options)
         self._offload = offload
         self._params: Params | None = None
 
