@@ -94,13 +94,7 @@ class Source:
         Raises:
           UserError: No row is left.
         """
-
-        def check(record: Record) -> None:
-            fault = validate(record.answer, record.extra, record.source)
-            if fault is not None:
-                raise BadRow(f"{record.place}: {fault}", UNREADABLE)
-
-        return self._checked(check)
+        return self._checked(lambda r: validate(r.answer, r.extra, r.source), UNREADABLE)
 
     def without_prompts_of(self, evaluation: Sequence[Record]) -> Self:
         """Returns the source without the problems of the evaluation; UserError if no problem is left.
@@ -109,22 +103,24 @@ class Source:
         comparison ignores case and spacing.
         """
         held_out = {_normalised(record.prompt) for record in evaluation}
+        return self._checked(
+            lambda r: shown(r.prompt) if _normalised(r.prompt) in held_out else None, HELD_OUT
+        )
 
-        def check(record: Record) -> None:
-            if _normalised(record.prompt) in held_out:
-                raise BadRow(f"{record.place}: {shown(record.prompt)}", HELD_OUT)
+    def _checked(self, fault_of: Callable[[Record], str | None], reason: str) -> Self:
+        """The source without the rows that have a fault, be they read or generated later."""
 
-        return self._checked(check)
+        def checked(record: Record) -> Record:
+            if (fault := fault_of(record)) is not None:
+                raise BadRow(f"{record.place}: {fault}", reason)
+            return record
 
-    def _checked(self, check: Callable[[Record], None]) -> Self:
-        """The source without the rows for which `check` raises BadRow, be they read or generated later."""
         # Copies, since `_count` changes them, and `self` may be asked again (`ProblemReader` keeps it).
         dropped = {reason: dataclasses.replace(of_one) for reason, of_one in self.dropped.items()}
         kept, fault = [], None
         for record in self.records:
             try:
-                check(record)
-                kept.append(record)
+                kept.append(checked(record))
             except BadRow as error:
                 fault = fault or error
                 _count(dropped, error)
@@ -135,22 +131,12 @@ class Source:
             )
         changes: dict[str, Any] = {"records": tuple(kept), "dropped": dropped}
         if (make := self.generated) is not None:
-
-            def generated(number: int) -> Record:
-                record = make(number)
-                check(record)
-                return record
-
-            changes["generated"] = generated
+            changes["generated"] = lambda number: checked(make(number))
         return dataclasses.replace(self, **changes)
 
 
 def read_source(
-    settings: SourceConfig,
-    name: str,
-    *,
-    may_be_endless: bool = False,
-    needs_truth: bool = True,
+    settings: SourceConfig, name: str, *, may_be_endless: bool = False, needs_truth: bool = True
 ) -> Source:
     """Reads a file, a task or a function. No grader validates the ground truths yet.
 

@@ -278,13 +278,7 @@ class AccumulatingActor(Actor):
         return _over_microbatches(lambda micro: self._loss(params, micro, loss)[::-1], batch)
 
     def _score(
-        self,
-        params: Params,
-        batch: TargetBatch,
-        temperature: jax.Array,
-        *,
-        top_k: int,
-        draws: int,
+        self, params: Params, batch: TargetBatch, temperature: jax.Array, *, top_k: int, draws: int
     ) -> tuple[jax.Array, ...]:
         def further(logprobs_GCV: jax.Array, numbers_GCN: jax.Array) -> tuple[jax.Array, ...]:
             # Ids first: `top_k` returns the values first.

@@ -365,8 +365,7 @@ class Learner(PackedModel, abc.ABC):
             describe=self._described,
             load_balancing_coef=self.train.load_balancing_coef,
             place=functools.partial(
-                jax.lax.with_sharding_constraint,
-                shardings=self.trained(self._gradient_shardings),
+                jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
             ),
             # On CPU the barrier costs a copy of the embedding.
             in_loop=platform_of(self.mesh) not in (None, "cpu"),

@@ -31,31 +31,12 @@ from jaxrl.mesh.parallel_layers import (
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN, rows_and_length
 from jaxrl.mesh.ring import ContextSplit, pick_split, spread, unspread
-from jaxrl.mesh.rules import (
-    TRAIN_RULES,
-    constraint,
-    parts_of,
-    shardings,
-    shards_of,
-    with_shardings,
-)
+from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings, shards_of, with_shardings
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
-from jaxrl.models.attention import (
-    TreeSegments,
-    attention,
-    pick_block_tokens,
-    pick_implementation,
-)
+from jaxrl.models.attention import TreeSegments, attention, pick_block_tokens, pick_implementation
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import (
-    Decoder,
-    DecoderOutput,
-    Params,
-    decoder_graph,
-    evened,
-    weight_types,
-)
+from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, evened, weight_types
 from jaxrl.models.delta_net import delta_of_rows
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
@@ -354,9 +335,7 @@ class PackedModel:
         shards = self._shards(micro)
         return {
             "chunk_tokens": self.train.positions_of_logits(
-                vocabulary,
-                platform_of(self.mesh),
-                of_device=micro.tokens.size // math.prod(shards),
+                vocabulary, platform_of(self.mesh), of_device=micro.tokens.size // math.prod(shards)
             ),
             "shards": shards,
         }

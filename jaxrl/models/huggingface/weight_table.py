@@ -271,10 +271,7 @@ def _network_table(
     """Adds the tensors of feed-forward networks; `inner` is the letter of their width."""
     for ours in ("gate", "up"):
         per_layer(
-            f"{name}.{ours}_proj.weight",
-            f"{inner} D",
-            f"{path}.{ours}.weight",
-            f"{stack}D{inner}",
+            f"{name}.{ours}_proj.weight", f"{inner} D", f"{path}.{ours}.weight", f"{stack}D{inner}"
         )
     per_layer(f"{name}.down_proj.weight", f"D {inner}", f"{path}.down.weight", f"{stack}{inner}D")
 
