@@ -88,13 +88,9 @@ def test_each_able_token_is_as_likely_as_another_and_the_key_decides():
     np.testing.assert_array_equal(selected, draw(jax.random.split(jax.random.key(0), 2000)))
 
 
-@pytest.mark.parametrize("select", ["highest", "random"])
-def test_an_empty_batch_selects_nothing(select):
-    value = jnp.full((2, 3), jnp.nan)
-    if select == "highest":
-        selected = cov.select_highest(None, value, jnp.zeros((2, 3)), fraction=0.5)
-    else:
-        selected = cov.select_random(
-            jax.random.key(0), value, jnp.zeros((2, 3)), fraction=0.5, lowest=-1.0, highest=1.0
-        )
-    assert not selected.any()
+@pytest.mark.parametrize(
+    ("loss", "band"), [("kl_cov", {}), ("clip_cov", {"lowest": -1.0, "highest": 1.0})]
+)
+def test_an_empty_batch_selects_nothing(loss, band):
+    value, mask = jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3))
+    assert not cov.SELECTIONS[loss](jax.random.key(0), value, mask, fraction=0.5, **band).any()

@@ -235,11 +235,7 @@ def test_logprobs_are_the_same_packed_unpacked_and_on_the_mesh():
     rows = sequences()
     lengths = [len(row["tokens"]) for row in rows]
     results = []
-    for layout, shape in [
-        (ONE_DEVICE, ONE_EACH),
-        (ONE_DEVICE, PACKED),
-        (EIGHT_DEVICES, PACKED),
-    ]:
+    for layout, shape in [(ONE_DEVICE, ONE_EACH), (ONE_DEVICE, PACKED), (EIGHT_DEVICES, PACKED)]:
         actor = fresh(layout)
         logprob = actor.logprobs(actor.place(packed(rows, shape)))
         results.append(plan_packing(lengths, shape).unpack(logprob))
@@ -656,8 +652,4 @@ def test_an_epoch_again_wants_the_log_probabilities_of_the_first():
     actor = fresh()
     batch = actor.place(packed(sequences(), TWO_UPDATES))
     with pytest.raises(AssertionError, match="no longer has the policy"):
-        actor.update(
-            batch,
-            policy("clipped", OPTIONS, shares_forward=True),
-            epochs=2,
-        )
+        actor.update(batch, policy("clipped", OPTIONS, shares_forward=True), epochs=2)
