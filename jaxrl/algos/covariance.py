@@ -8,7 +8,7 @@ whole minibatch, so that the choice does not depend on how it is split:
 
     covariance_BT = covariance(old_logprob_BT, advantage_BT, mask_BT)     # once, over the whole minibatch
     selected_BT   = select_random(key, covariance_BT, mask_BT, ...)       # Clip-Cov
-    selected_BT   = select_highest(covariance_BT, mask_BT, ...)           # KL-Cov
+    selected_BT   = select_highest(key, covariance_BT, mask_BT, ...)      # KL-Cov
     loss, stats   = clip_cov(logprob, old_logprob, advantage, selected=..., ...)     # in any microbatch
 
 verl differs: it selects again in every microbatch, from the log-probabilities of the policy being trained and
@@ -18,9 +18,8 @@ the first update), and the draw is a function of a key.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +51,7 @@ def covariance(old_logprob_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.
 
 
 def select_highest(
+    key: Any,
     covariance_BT: jax.Array,
     mask_BT: jax.Array,
     *,
@@ -62,9 +62,12 @@ def select_highest(
     All tokens that tie with the last one are selected, so the order of rows does not matter. Tokens with a
     covariance of 0 or less are never selected, because they do not lower the entropy.
 
+    Nothing is drawn, so the key is not used.
+
     Returns:
       bool [B, T].
     """
+    del key
     able_BT = mask_BT.astype(bool) & (covariance_BT > 0)
     order_BT = jnp.where(able_BT, covariance_BT, -jnp.inf)
     # With fewer able tokens than the quota the n-th largest is -inf, which all others reach as well; hence
@@ -150,20 +153,10 @@ def kl_cov(
     return loss, {"selected": flag(selected, loss), "ppo_kl": -log_ratio}
 
 
-def _keyless(select: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Gives a deterministic selection the signature of `SELECTIONS`, which starts with a key."""
-
-    @functools.wraps(select)
-    def with_key(key: jax.Array, *arrays: jax.Array, **settings) -> jax.Array:
-        return select(*arrays, **settings)
-
-    return with_key
-
-
 # The token selection of each loss: (key, covariance_BT, mask_BT, **settings) -> bool [B, T].
 SELECTIONS: dict[str, Callable[..., jax.Array]] = {
     "clip_cov": select_random,
-    "kl_cov": _keyless(select_highest),
+    "kl_cov": select_highest,
 }
 
 

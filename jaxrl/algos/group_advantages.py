@@ -21,6 +21,7 @@ Not covered: advantages that differ within a sequence, see `token_advantages`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated
 
 import jax
@@ -247,11 +248,8 @@ def gdpo(
     Returns:
       [B], same type as the score.
     """
-
-    def component(score_B: jax.Array) -> jax.Array:
-        return grpo(score_B, group_B, num_groups=num_groups, epsilon=epsilon)
-
-    advantage_BK = jax.vmap(component, in_axes=1, out_axes=1)(score_BK)
+    of_component = functools.partial(grpo, num_groups=num_groups, epsilon=epsilon)
+    advantage_BK = jax.vmap(of_component, in_axes=(1, None), out_axes=1)(score_BK, group_B)
     # As in `_Groups.of`: an absent sequence must not enter the whitening's mean and count.
     live_B = (group_B >= 0) & (group_B < num_groups)
     total_B = jnp.einsum("bk,k->b", advantage_BK, weight_K)

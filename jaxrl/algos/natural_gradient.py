@@ -109,9 +109,6 @@ def line_search(
       tries: number of fractions to try: 1, 1/2, 1/4, ..
     """
 
-    def goes_on(found: Found) -> jax.Array:
-        return (found.fraction == 0) & (found.tried < tries)
-
     def halve(found: Found) -> Found:
         fraction = 0.5 ** found.tried.astype(jnp.float32)
         new_loss, kl = measure(fraction)
@@ -124,5 +121,7 @@ def line_search(
         return Found(fraction, new_loss, kl, found.tried + 1)
 
     return jax.lax.while_loop(
-        goes_on, halve, Found(jnp.float32(0), loss, jnp.float32(0), jnp.int32(0))
+        lambda found: (found.fraction == 0) & (found.tried < tries),
+        halve,
+        Found(jnp.float32(0), loss, jnp.float32(0), jnp.int32(0)),
     )

@@ -174,12 +174,7 @@ SCORE_INPUTS = (
 )
 """Names that the positional arguments of a score loss may have; costs are the scores of a cost model."""
 
-POLICY_INPUTS = (
-    "chosen_logprob",
-    "rejected_logprob",
-    "chosen_ref_logprob",
-    "rejected_ref_logprob",
-)
+POLICY_INPUTS = ("chosen_logprob", "rejected_logprob", "chosen_ref_logprob", "rejected_ref_logprob")
 """Names that the positional arguments of a policy loss may have; sums over the tokens of an answer."""
 
 

@@ -88,12 +88,7 @@ def cispo(
 
 
 def dro(
-    logprob: jax.Array,
-    _: jax.Array,
-    *,
-    logprobs: jax.Array,
-    advantages: jax.Array,
-    beta: jax.Array,
+    logprob: jax.Array, _: jax.Array, *, logprobs: jax.Array, advantages: jax.Array, beta: jax.Array
 ) -> jax.Array:
     """-(A logprob - beta / 2 (log r)^2), arXiv 2405.19107."""
     # `policy_losses.dro` takes one number for all tokens, and computes with an array as well.

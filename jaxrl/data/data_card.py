@@ -80,8 +80,8 @@ def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> It
     if encoded is None:
         return
     lengths = encoded.lengths
-    if encoded.num_dropped:
-        yield f"  {encoded.num_dropped:,} longer than data.max_prompt_tokens, left out"
+    if dropped := len(lengths) - prompts:
+        yield f"  {dropped:,} longer than data.max_prompt_tokens, left out"
     if encoded.num_cut:
         yield f"  {encoded.num_cut:,} longer than data.max_prompt_tokens, cut to it"
     bins = histogram(lengths)

@@ -21,8 +21,8 @@ from jaxrl.data.messages import (
     PLAIN_FORMAT,
     Context,
     PromptFormat,
-    context_of,
     messages_of,
+    prompt_of,
     render_context,
     split_last_answer,
 )
@@ -122,11 +122,7 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         )
 
 
-def read_demonstrations(
-    path: str | pathlib.Path,
-    *,
-    source: str,
-) -> tuple[Demonstration, ...]:
+def read_demonstrations(path: str | pathlib.Path, *, source: str) -> tuple[Demonstration, ...]:
     """Reads a file of questions with answers, of conversations, or of both.
 
     Args:
@@ -143,7 +139,7 @@ def read_demonstrations(
             context, response = split_last_answer(messages_of(row["messages"], what), what)
             return Demonstration(context, response, source, all_turns=True)
         response = checked_text(field_of(row, "response"), "field 'response'")
-        return Demonstration(context_of(row, "prompt"), response, source)
+        return Demonstration(prompt_of(row), response, source)
 
     example = '{"prompt": ..., "response": ...} or {"messages": [...]}'
     return parse_rows(path, parse, example=example)

@@ -12,11 +12,10 @@ whenever it gets the same index. This is checked for the first rows when the fun
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -26,44 +25,12 @@ from jaxrl.data.rows import Row, shown
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
-Check: TypeAlias = Callable[[Record], None]
-"""Raises BadRow if a problem is left out."""
-
 NUM_FIRST = 64
 """Problems of an endless source that are generated in advance, for the data card and to train a tokenizer."""
 
 # Problems of an endless task that are created at once; the default size of reasoning-gym.
 _BLOCK = 500
 _EXAMPLE = '{"problem": ..., "answer": ...}'
-
-
-@dataclasses.dataclass(frozen=True)
-class GeneratedProblems:
-    """Endless problems by number.
-
-    Attributes:
-      make: Generates the problem of a number; raises BadRow if it cannot be used.
-      checks: Further checks that a problem must pass.
-    """
-
-    make: Callable[[int], Record]
-    checks: tuple[Check, ...] = ()
-
-    def problem(self, number: int) -> Record:
-        """Generates and checks a problem.
-
-        Raises:
-          BadRow: The problem is left out.
-          UserError: The function failed.
-        """
-        record = self.make(number)
-        for check in self.checks:
-            check(record)
-        return record
-
-    def checked(self, check: Check) -> Self:
-        """The same problems with one more check."""
-        return dataclasses.replace(self, checks=(*self.checks, check))
 
 
 def function_rows(
@@ -122,12 +89,15 @@ class TaskProblems:
       options: Settings of the task, such as {"min_terms": 3}.
       size: Number of problems that are created at once; 0 creates them in blocks. Number `MAX_TASK_SIZE` is
         number 0 again.
+      source: Name of the data set of its problems; "" takes the task's.
 
     Raises:
       UserError: reasoning-gym is not installed, does not know the task, or refuses a setting.
     """
 
-    def __init__(self, task: str, *, seed: int, options: Mapping[str, Any], size: int = 0):
+    def __init__(
+        self, task: str, *, seed: int, options: Mapping[str, Any], size: int = 0, source: str = ""
+    ):
         try:
             from reasoning_gym import factory
         except ModuleNotFoundError as error:
@@ -142,7 +112,7 @@ class TaskProblems:
                 f"reasoning-gym has no task {task!r}{near}; name one of its {len(factory.DATASETS)} data sets"
             )
         self._create = factory.create_dataset
-        self._task = task
+        self._task, self._source = task, source or task
         self._first_seed = seed * MAX_TASK_SIZE
         self._options = dict(options)
         self._block_size = size or _BLOCK
@@ -159,13 +129,11 @@ class TaskProblems:
             # because it is compared between hosts and saved.
             metadata = {"source_dataset": self._task, **item["metadata"]}
             extra = {"metadata": json.loads(json.dumps(metadata, default=str))}
-        except (
-            TypeError,
-            ValueError,
-        ):  # keys that are not text, or cycles; the grader reports them
+        # Keys that are not text, or cycles; the grader reports them.
+        except (TypeError, ValueError):
             extra = {}
         answer, place = str(item["answer"]), f"{self._task} problem {number}"
-        return Record(item["question"], answer, self._task, extra=extra, place=place)
+        return Record(item["question"], answer, self._source, extra=extra, place=place)
 
     def _items_of(self, block: int) -> Any:
         # Blocks are small, because some tasks create all items at once.

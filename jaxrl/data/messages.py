@@ -29,9 +29,9 @@ USER = "user"
 SYSTEM = "system"
 
 
-def context_of(row: Row, name: str) -> Context:
-    """Returns a field with a question or a list of messages; BadRow if it is neither."""
-    return as_context(field_of(row, name), f"field {name!r}")
+def prompt_of(row: Row) -> Context:
+    """Returns the field "prompt", a question or a list of messages; BadRow if it is neither."""
+    return as_context(field_of(row, "prompt"), "field 'prompt'")
 
 
 def as_context(value: Any, what: str) -> Context:
@@ -43,7 +43,24 @@ def messages_of(value: Any, what: str) -> tuple[Message, ...]:
     """Checks a list of messages; BadRow, with the name `what`, if the value is anything else."""
     if not isinstance(value, list) or not value:
         raise BadRow(f"{what} is {shown(value)}; it must be a list of messages and not empty")
-    return tuple(_message(item, f"message {i} of {what}") for i, item in enumerate(value, start=1))
+    messages = []
+    for i, item in enumerate(value, start=1):
+        of_one = f"message {i} of {what}"
+        if not isinstance(item, dict):
+            raise BadRow(
+                f"{of_one} is {shown(item)}; it must be an object with a role and a content"
+            )
+        # Many files write null for a key that a message does not have.
+        keys = [key for key, x in item.items() if key not in ("role", "content") and x is not None]
+        if keys:
+            raise BadRow(
+                f"{of_one} has {', '.join(map(repr, keys))}; only a role and a content are read, so "
+                "take the rest out, or the line if it calls tools"
+            )
+        messages.append(
+            {k: checked_text(item.get(k), f"{k!r} of {of_one}") for k in ("role", "content")}
+        )
+    return tuple(messages)
 
 
 def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, ...], str]:
@@ -119,16 +136,3 @@ def text_of_context(context: Context) -> str:
 
 PLAIN_FORMAT = PromptFormat()
 """The question alone."""
-
-
-def _message(item: Any, what: str) -> Message:
-    if not isinstance(item, dict):
-        raise BadRow(f"{what} is {shown(item)}; it must be an object with a role and a content")
-    # Many files write null for a key that a message does not have.
-    further = [key for key, x in item.items() if key not in ("role", "content") and x is not None]
-    if further:
-        raise BadRow(
-            f"{what} has {', '.join(map(repr, further))}; only a role and a content are read, so "
-            "take the rest out, or the line if it calls tools"
-        )
-    return {key: checked_text(item.get(key), f"{key!r} of {what}") for key in ("role", "content")}

@@ -27,8 +27,8 @@ from jaxrl.data.messages import (
     USER,
     Context,
     PromptFormat,
-    context_of,
     messages_of,
+    prompt_of,
     render_context,
     split_last_answer,
 )
@@ -143,11 +143,7 @@ HARM_FIELDS = ("chosen_harms", "rejected_harms")
 _HARMS = {None: 0, True: 1, False: -1}
 
 
-def read_preferences(
-    path: str | pathlib.Path,
-    *,
-    source: str,
-) -> tuple[Preference, ...]:
+def read_preferences(path: str | pathlib.Path, *, source: str) -> tuple[Preference, ...]:
     """Reads a file of pairs, with the fields prompt, chosen and rejected.
 
     Optional fields are margin (how much better), and chosen_harms and rejected_harms: whether each answer is
@@ -184,7 +180,7 @@ def _answers(row: Row) -> tuple[Context, str, str]:
     are_lists = [isinstance(value, list) for value in values.values()]
     if not any(are_lists):
         chosen, rejected = (checked_text(x, f"field {name!r}") for name, x in values.items())
-        return context_of(row, "prompt"), chosen, rejected
+        return prompt_of(row), chosen, rejected
     if not all(are_lists):
         raise BadRow(
             "of 'chosen' and 'rejected' one is a list of messages and the other is not; write both alike"
@@ -201,7 +197,7 @@ def _answers(row: Row) -> tuple[Context, str, str]:
     # A whole conversation: it has the question already.
     if before and before[0]["role"] != ASSISTANT:
         return before, chosen, rejected
-    context = context_of(row, "prompt")
+    context = prompt_of(row)
     if before:
         is_text = isinstance(context, str)
         context = ({"role": USER, "content": context}, *before) if is_text else context + before

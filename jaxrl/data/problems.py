@@ -19,13 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.generated_problems import (
-    NUM_FIRST,
-    Check,
-    GeneratedProblems,
-    TaskProblems,
-    function_rows,
-)
+from jaxrl.data.generated_problems import NUM_FIRST, TaskProblems, function_rows
 from jaxrl.data.messages import Context, PromptFormat, text_of_context
 from jaxrl.data.row_layouts import Record, recognise
 from jaxrl.data.rows import BadRow, Row, open_rows, shown
@@ -76,8 +70,8 @@ class Source:
       records: The usable problems.
       dropped: The rows that were left out, by reason.
       own_template: The words that the file has around every problem, as a template; "" for none.
-      generated: The problems of an endless source; None otherwise. `records` and `dropped` then hold the
-        first few.
+      generated: Generates the problem of a number of an endless source, and raises BadRow if it is left out;
+        None for other sources. `records` and `dropped` hold the first few of an endless one.
     """
 
     name: str
@@ -87,7 +81,7 @@ class Source:
     records: tuple[Record, ...]
     dropped: Mapping[str, Dropped] = dataclasses.field(default_factory=dict)
     own_template: str = ""
-    generated: GeneratedProblems | None = None
+    generated: Callable[[int], Record] | None = None
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -100,13 +94,7 @@ class Source:
         Raises:
           UserError: No row is left.
         """
-
-        def check(record: Record) -> None:
-            fault = validate(record.answer, record.extra, record.source)
-            if fault is not None:
-                raise BadRow(f"{record.place}: {fault}", UNREADABLE)
-
-        return self._checked(check)
+        return self._checked(lambda r: validate(r.answer, r.extra, r.source), UNREADABLE)
 
     def without_prompts_of(self, evaluation: Sequence[Record]) -> Self:
         """Returns the source without the problems of the evaluation; UserError if no problem is left.
@@ -115,22 +103,24 @@ class Source:
         comparison ignores case and spacing.
         """
         held_out = {_normalised(record.prompt) for record in evaluation}
+        return self._checked(
+            lambda r: shown(r.prompt) if _normalised(r.prompt) in held_out else None, HELD_OUT
+        )
 
-        def check(record: Record) -> None:
-            if _normalised(record.prompt) in held_out:
-                raise BadRow(f"{record.place}: {shown(record.prompt)}", HELD_OUT)
+    def _checked(self, fault_of: Callable[[Record], str | None], reason: str) -> Self:
+        """The source without the rows that have a fault, be they read or generated later."""
 
-        return self._checked(check)
+        def checked(record: Record) -> Record:
+            if (fault := fault_of(record)) is not None:
+                raise BadRow(f"{record.place}: {fault}", reason)
+            return record
 
-    def _checked(self, check: Check) -> Self:
-        """The source without the rows that fail a check; later problems of an endless source get it too."""
         # Copies, since `_count` changes them, and `self` may be asked again (`ProblemReader` keeps it).
         dropped = {reason: dataclasses.replace(of_one) for reason, of_one in self.dropped.items()}
         kept, fault = [], None
         for record in self.records:
             try:
-                check(record)
-                kept.append(record)
+                kept.append(checked(record))
             except BadRow as error:
                 fault = fault or error
                 _count(dropped, error)
@@ -139,16 +129,14 @@ class Source:
                 f"{self.name} has no row left: all {len(self.records)} are {fault.reason}, such as {fault}; "
                 "use other data, or widen the task's range of numbers"
             )
-        generated = self.generated and self.generated.checked(check)
-        return dataclasses.replace(self, records=tuple(kept), dropped=dropped, generated=generated)
+        changes: dict[str, Any] = {"records": tuple(kept), "dropped": dropped}
+        if (make := self.generated) is not None:
+            changes["generated"] = lambda number: checked(make(number))
+        return dataclasses.replace(self, **changes)
 
 
 def read_source(
-    settings: SourceConfig,
-    name: str,
-    *,
-    may_be_endless: bool = False,
-    needs_truth: bool = True,
+    settings: SourceConfig, name: str, *, may_be_endless: bool = False, needs_truth: bool = True
 ) -> Source:
     """Reads a file, a task or a function. No grader validates the ground truths yet.
 
@@ -179,7 +167,7 @@ def read_source(
             )
         if settings.is_endless:
             origin += f", without end; of the first {NUM_FIRST}:"
-            generated = GeneratedProblems(make)
+            generated = make
     else:
         made, origin, template = _rows_of(settings, needs_truth=needs_truth)
     dropped: dict[str, Dropped] = {}
@@ -242,13 +230,10 @@ def _numbered(
     """(generates the problem of a number, a description, own template) of a function or a task."""
     size, seed, options = settings.size, settings.seed, settings.options
     if settings.task:
-        task = TaskProblems(settings.task, seed=seed, options=options, size=size)
-
-        def record_of(number: int) -> Record:
-            record = task.record(number)
-            return dataclasses.replace(record, source=settings.source or record.source)
-
-        return record_of, f"reasoning-gym task {settings.task}", ""
+        task = TaskProblems(
+            settings.task, seed=seed, options=options, size=size, source=settings.source
+        )
+        return task.record, f"reasoning-gym task {settings.task}", ""
     path = settings.path
     row_of = function_rows(path, size=size, seed=seed, options=options)
     first = [row_of(n) for n in range(min(size or NUM_FIRST, NUM_FIRST))]

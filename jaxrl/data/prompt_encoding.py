@@ -43,11 +43,6 @@ class EncodedPrompts:
     lengths: np.ndarray
     num_cut: int
 
-    @property
-    def num_dropped(self) -> int:
-        """Number of rows that did not fit and were left out."""
-        return len(self.lengths) - len(self.prompts)
-
 
 def encode_prompts(
     records: Sequence[Record],
@@ -90,7 +85,14 @@ def encode_prompts(
             # For its warning, and its error if none is left.
             drop_overlong(lengths, max_prompt_tokens, what="prompts", setting="max_prompt_tokens")
     else:
-        tokens = [_cut(ids, max_prompt_tokens, overlong) for ids in tokens]
+        # "middle" keeps a longer end than start, because the question is at the end.
+        starts = {"left": 0, "middle": max_prompt_tokens // 2}
+        start = starts.get(overlong, max_prompt_tokens)
+        rest = max_prompt_tokens - start
+        tokens = [
+            ids if len(ids) <= max_prompt_tokens else np.append(ids[:start], ids[len(ids) - rest :])
+            for ids in tokens
+        ]
     prompts = Prompts(
         # Row numbers, whichever of the rows are left out.
         ids_N=np.arange(len(records), dtype=np.int64),
@@ -101,16 +103,6 @@ def encode_prompts(
         extras=tuple(record.extra for record in records),
     ).take(kept)
     return EncodedPrompts(prompts, lengths, num_cut=0 if overlong == "drop" else num_long)
-
-
-def _cut(ids: np.ndarray, limit: int, side: Overlong) -> np.ndarray:
-    if len(ids) <= limit:
-        return ids
-    if side == "left":
-        return ids[-limit:]
-    # "middle" keeps a longer end than start, because the question is at the end.
-    start = limit if side == "right" else limit // 2
-    return np.concatenate([ids[:start], ids[len(ids) - (limit - start) :]])
 
 
 def encode(

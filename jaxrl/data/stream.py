@@ -1,7 +1,7 @@
 """Endless shuffled batches with a position that can be saved: of examples, and of prompts of several sources.
 
     records --encode_prompts--> Prompts of one source         --+
-    GeneratedProblems --when drawn--> GeneratedPrompts        --+--PromptStream--> batches of N
+    problems by number --when drawn--> GeneratedPrompts       --+--PromptStream--> batches of N
 
 The batches mix the sources by weight. Prompts in memory are tokenised once, before training, so a step takes
 rows that are ready. A generated prompt is tokenised when it is drawn.
@@ -24,7 +24,6 @@ from typing import Any, Generic, Self, TypeVar
 import grain
 import numpy as np
 
-from jaxrl.data.generated_problems import GeneratedProblems
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import BadRow
 from jaxrl.errors import UserError
@@ -159,7 +158,7 @@ class GeneratedPrompts:
     """Prompts of problems that are generated when drawn. Turn n draws problem n.
 
     Args:
-      problems: Endless problems.
+      problems: Generates the problem of a number; raises BadRow if it is left out.
       encode: Encodes a problem; returns no prompt if it does not fit.
       first: Prompts of the first problems. A resumed run compares them with its own.
       name: Name of the source, for messages.
@@ -167,7 +166,7 @@ class GeneratedPrompts:
 
     def __init__(
         self,
-        problems: GeneratedProblems,
+        problems: Callable[[int], Record],
         encode: Callable[[Record], Prompts],
         *,
         first: Prompts,
@@ -194,7 +193,7 @@ class GeneratedPrompts:
         """
         for later in range(turn, turn + _MOST_LEFT_OUT):
             try:
-                record = self._problems.problem(later)
+                record = self._problems(later)
                 prompt = self._encode(record)
                 if len(prompt):
                     return later, prompt
@@ -255,7 +254,19 @@ class PromptStream:
         return self
 
     def __next__(self) -> Prompts:
-        return Prompts.concatenate([self._draw() for _ in range(self._prompts_per_batch)])
+        prompts = []
+        for _ in range(self._prompts_per_batch):
+            # The source that is furthest behind its share; the first one of several. Not by chance: so every
+            # stretch keeps the shares, and the counts alone are the position.
+            due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
+            number = due.index(min(due))
+            turn, prompt = self._sources[number].draw(self._turns[number])
+            self._turns[number] = turn + 1
+            self._num_drawn[number] += 1
+            # Unique in the whole stream, and the turn itself for a single source.
+            prompt_id = turn * len(self._sources) + number
+            prompts.append(dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64)))
+        return Prompts.concatenate(prompts)
 
     def state(self) -> dict[str, Any]:
         """The position in the stream, for `restore`; plain JSON."""
@@ -280,15 +291,3 @@ class PromptStream:
                 name = "data/made_problems_left_out"
                 found[name] = found.get(name, 0) + turn - drawn
         return found
-
-    def _draw(self) -> Prompts:
-        # The source that is furthest behind its share; the first one of several. Not by chance: so every
-        # stretch keeps the shares, and the counts alone are the position.
-        due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
-        number = due.index(min(due))
-        turn, prompt = self._sources[number].draw(self._turns[number])
-        self._turns[number] = turn + 1
-        self._num_drawn[number] += 1
-        # Unique in the whole stream, and the turn itself for a single source.
-        prompt_id = turn * len(self._sources) + number
-        return dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64))

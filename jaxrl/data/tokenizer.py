@@ -46,7 +46,6 @@ class Tokenizer:
         must not draw them, and `decode` drops them.
       eos_id: The token that ends a response in training data.
       stop_ids: All tokens that end generation, `eos_id` first.
-      pad_id: Padding, which the model never reads; `eos_id` if the directory names none.
       special_tokens: Special tokens by their names in tokenizer_config.json, such as {"eos_token": "<eos>"}.
       chat_template: The chat template; None if the model has none (base models).
     """
@@ -55,7 +54,6 @@ class Tokenizer:
     vocab_size: int
     eos_id: int
     stop_ids: tuple[int, ...]
-    pad_id: int
     special_tokens: Mapping[str, str]
     chat_template: ChatTemplate | None = None
 
@@ -149,7 +147,6 @@ def load_tokenizer(
             f"{path} names the token {eos!r}, which tokenizer.json beside it does not have; put two files of "
             "one model there"
         )
-    pad_id = ids.get("pad_token")
     # Not the number of entries, because some vocabularies have unused ids below the last one.
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     ends = _generation_eos_ids(directory / "generation_config.json", vocab_size)
@@ -167,7 +164,6 @@ def load_tokenizer(
         vocab_size=vocab_size,
         eos_id=stop_ids[0],
         stop_ids=stop_ids,
-        pad_id=stop_ids[0] if pad_id is None else pad_id,
         special_tokens=special_tokens,
         chat_template=_read_chat_template(directory, config, special_tokens)
         if not chat_template
@@ -221,7 +217,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         eos_id=1,
         stop_ids=(1,),
-        pad_id=0,
         special_tokens={"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN},
     )
 
@@ -333,7 +328,10 @@ class TextStream:
                 whole = self._text_of(self._window)
             self._window_text = whole
         self._pending += "".join(pieces)
-        shown = len(self._pending) - self._held()
+        # Held back is the end of the pending text that is, or may become, a stop string.
+        ends = (self._pending[at:] for at in range(len(self._pending) if self._stop else 0))
+        is_held = lambda end: any(end.startswith(x) or x.startswith(end) for x in self._stop)  # noqa: E731
+        shown = len(self._pending) - next((len(end) for end in ends if is_held(end)), 0)
         text, self._pending = self._pending[:shown], self._pending[shown:]
         return tuple(pieces), text
 
@@ -350,11 +348,3 @@ class TextStream:
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._decode_text(np.array(tokens, np.int32))
-
-    def _held(self) -> int:
-        """Length of the end of the pending text that is, or may become, a stop string."""
-        for at in range(len(self._pending) if self._stop else 0):
-            rest = self._pending[at:]
-            if any(rest.startswith(stop) or stop.startswith(rest) for stop in self._stop):
-                return len(rest)
-        return 0

@@ -6,7 +6,7 @@ written for jax 0.4. Only this file imports the package, with these workarounds:
     seqio, hence TensorFlow, is imported for tokenizers that we do not use    a stub during the import
     the root logger is set to DEBUG and prints to stdout                      restored after the import
     `logging.info` on every step, which installs handlers by itself           a logger of its own
-    `jax.tree_map` is gone from jax                                           `_delete_arrays`
+    `jax.tree_map` is gone from jax                                           a `delete_pytree` of ours
     an exception in a thread is answered with SIGKILL                         `JetStreamDriver._guarded`
     stopping leaves callers waiting for ever                                  `JetStreamDriver.stop`
     BOS is put before every prompt                                            `_process_prefill_content`
@@ -83,13 +83,8 @@ __all__ = ["LOG", "JetStreamEngine", "ReturnSample", "Work", "orchestrator", "to
 LOG = logging.getLogger("jetstream")
 
 
-def _delete_arrays(tree: Any) -> None:
-    """Frees the memory of a prefix after it was inserted."""
-    for leaf in jax.tree.leaves(tree):
-        leaf.delete()
-
-
-orchestrator.delete_pytree = _delete_arrays
+# Frees the memory of a prefix after it was inserted.
+orchestrator.delete_pytree = lambda tree: [leaf.delete() for leaf in jax.tree.leaves(tree)]
 orchestrator.logging = token_utils.logging = LOG
 
 

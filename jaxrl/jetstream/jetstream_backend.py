@@ -6,6 +6,7 @@ R tokens of a sample   C columns of a token
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -96,6 +97,10 @@ class JetStreamDriver(orchestrator.Driver):
         self._guard = threading.Lock()
         self._channels: list[CollectedSamples] = []
         self._failure: DriverFailed | None = None
+        # JetStream starts these methods as threads.
+        for name in ("_prefill", "_transfer", "_generate", "_detokenize"):
+            body = getattr(self, f"{name}_thread")
+            setattr(self, f"{name}_thread", functools.partial(self._guarded, body))
         params = engine.load_params()
         super().__init__(
             prefill_engines=[engine],
@@ -136,19 +141,6 @@ class JetStreamDriver(orchestrator.Driver):
         """Returns the prompt unchanged: the engine pads to its own sizes, and no BOS is added."""
         work: Any = request.prefill_content
         return work, len(work.tokens)
-
-    # JetStream starts these methods, so each is wrapped.
-    def _prefill_thread(self, idx: int) -> None:
-        self._guarded(super()._prefill_thread, idx)
-
-    def _transfer_thread(self, idx: int) -> None:
-        self._guarded(super()._transfer_thread, idx)
-
-    def _generate_thread(self, idx: int) -> None:
-        self._guarded(super()._generate_thread, idx)
-
-    def _detokenize_thread(self, idx: int) -> None:
-        self._guarded(super()._detokenize_thread, idx)
 
     def _guarded(self, body: Callable[[int], None], idx: int) -> None:
         try:

@@ -363,7 +363,6 @@ def from_bits(tree: Any) -> Any:
 
 
 def _bitcast(tree: Any, types: dict[Any, Any]) -> Any:
-    def one(x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(x, types[x.dtype]) if x.dtype in types else x
-
-    return jax.tree.map(one, tree)
+    return jax.tree.map(
+        lambda x: jax.lax.bitcast_convert_type(x, types[x.dtype]) if x.dtype in types else x, tree
+    )

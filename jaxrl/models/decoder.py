@@ -638,11 +638,11 @@ def evened(shapes: Params, stages: int) -> Params:
 
     Those at the end, at the last stage, are absent: all their weights are 0, and stay so.
     """
-
-    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return leaf.update(shape=(-(-leaf.shape[0] // stages) * stages, *leaf.shape[1:]))
-
-    return {**shapes, "layers": jax.tree.map(one, shapes["layers"])}
+    layers = jax.tree.map(
+        lambda leaf: leaf.update(shape=(-(-leaf.shape[0] // stages) * stages, *leaf.shape[1:])),
+        shapes["layers"],
+    )
+    return {**shapes, "layers": layers}
 
 
 def fitted(params: Params, shapes: Params) -> Params:

@@ -146,13 +146,6 @@ def no_past(config: ModelConfig, leading: tuple[int, ...], dtype: Any) -> DeltaS
     return DeltaState(jnp.zeros((*leading, N, U, X, Y)), *tails)
 
 
-def state_axes(state: DeltaState) -> DeltaState:
-    """The logical axes of the arrays of a state, in its structure."""
-    lead = ("layers", "batch")[6 - state.matrix.ndim :]
-    tails = ((*lead, None, "heads", *[None] * n) for n in (1, 1, 2))
-    return DeltaState((*lead, "heads", None, None, None), *tails)
-
-
 def _mixed(
     inputs: DeltaInputs, state: DeltaState | None, segment_ids_BT: jax.Array | None
 ) -> tuple[jax.Array, Any]:

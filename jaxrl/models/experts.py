@@ -268,11 +268,7 @@ def _inverse(order_M: jax.Array) -> jax.Array:
 
 
 def _tiles(
-    held_M: jax.Array,
-    num_held: int,
-    per_token: int,
-    shards: int = 1,
-    most_rows: int = _MOST_ROWS,
+    held_M: jax.Array, num_held: int, per_token: int, shards: int = 1, most_rows: int = _MOST_ROWS
 ) -> _Chunks:
     """Cuts the sorted pairs of each expert into tiles.
 
@@ -361,10 +357,8 @@ def _in_chunks_backward(way: _Way, activation: str, saved, d_out_MD: jax.Array):
             d_x, more = gradients(*arrays)
             return jax.tree.map(lambda d, one: d + one.astype(d.dtype), d_weights, more), d_x
 
-        def nothing(d_weights: ExpertWeights):
-            return d_weights, jnp.zeros((*arrays[1].shape, x_ND.shape[-1]), x_ND.dtype)
-
-        return jax.lax.cond(live, run, nothing, d_weights)
+        nothing = functools.partial(jnp.zeros, (*arrays[1].shape, x_ND.shape[-1]), x_ND.dtype)
+        return jax.lax.cond(live, run, lambda d_weights: (d_weights, nothing()), d_weights)
 
     if len(chunks.live_K) == 1:
         # Nothing to add up, which would take 4 bytes for each weight.
@@ -399,12 +393,6 @@ def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
     return jax.tree.map(lambda w: w.at[expert_n].get(mode="clip"), weights)
 
 
-def _apply_tiles(
-    x_ntD: jax.Array, weights: ExpertWeights, expert_n: jax.Array, activation: str
-) -> jax.Array:
-    return _rows_in_tiles(x_ntD, _of_tiles(weights, expert_n), activation)
-
-
 def _gradients_of_tiles(
     x_ntD: jax.Array,
     weights: ExpertWeights,
@@ -423,7 +411,12 @@ def _gradients_of_tiles(
     return d_x, jax.tree.map(lambda one: add(one.astype(whose.dtype)), d_tiles)
 
 
-_TILES = _Way(_apply_tiles, _gradients_of_tiles)
+_TILES = _Way(
+    lambda x_ntD, weights, expert_n, activation: _rows_in_tiles(
+        x_ntD, _of_tiles(weights, expert_n), activation
+    ),
+    _gradients_of_tiles,
+)
 
 
 def _named(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -120,10 +120,7 @@ class LatentAttention(nnx.Module):
             )
             # Kernels take heads of one size.
             q, k, v = (
-                compute.constrain(
-                    jnp.pad(x, [(0, 0)] * 3 + [(0, size - x.shape[-1])]),
-                    of_heads,
-                )
+                compute.constrain(jnp.pad(x, [(0, 0)] * 3 + [(0, size - x.shape[-1])]), of_heads)
                 for x in arrays
             )
             mixed, layer_out = attend(q, k, v, latents)

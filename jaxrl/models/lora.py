@@ -8,6 +8,7 @@ weights.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -142,17 +143,12 @@ def merge(params: Params, config: ModelConfig) -> Params:
     """Merges the adapters into the weights. Without adapters the model computes the same up to rounding."""
     adapters, rest = (_flat(tree) for tree in split(params))
     for path in {path[:-1] for path in adapters}:
-        rest[*path, "weight"] = _merged(
-            rest[*path, "weight"], adapters[*path, "lora_a"], adapters[*path, "lora_b"], config.lora
-        )
+        # [stack, ins, outs], [stack, ins, R] and [stack, R, outs]; layers and experts are stacked.
+        weight, a, b = rest[*path, "weight"], adapters[*path, "lora_a"], adapters[*path, "lora_b"]
+        product: Any = functools.partial(jnp.tensordot, axes=1)
+        for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
+            product = jax.vmap(product)
+        delta = product(a.astype(jnp.float32), b.astype(jnp.float32))
+        merged = weight.astype(jnp.float32) + config.lora.scale * delta
+        rest[*path, "weight"] = merged.astype(weight.dtype)
     return traverse_util.unflatten_dict(rest)
-
-
-def _merged(weight: jax.Array, a: jax.Array, b: jax.Array, lora: LoraConfig) -> jax.Array:
-    """weight + scale * a · b. `a` and `b` share leading dimensions, of layers and experts."""
-    product = lambda a, b: jnp.tensordot(a, b, 1)  # noqa: E731
-    # a is [stack, ins, R], b [stack, R, outs], weight [stack, ins, outs].
-    for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
-        product = jax.vmap(product)
-    delta = product(a.astype(jnp.float32), b.astype(jnp.float32))
-    return (weight.astype(jnp.float32) + lora.scale * delta).astype(weight.dtype)

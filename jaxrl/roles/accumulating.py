@@ -232,7 +232,7 @@ class AccumulatingActor(Actor):
         state, gradients = self.for_training(), self._gradients
         self._before_change()
         self._gradients = None
-        self._num_updates += 1
+        self.num_updates += 1
         # Arrays, not constants: a step with other numbers compiles nothing.
         traced: Any = AdamNumbers(*map(np.float32, numbers))  # pyright: ignore[reportArgumentType]
         scale = np.float32(self._scale)
@@ -278,19 +278,17 @@ class AccumulatingActor(Actor):
         return _over_microbatches(lambda micro: self._loss(params, micro, loss)[::-1], batch)
 
     def _score(
-        self,
-        params: Params,
-        batch: TargetBatch,
-        temperature: jax.Array,
-        *,
-        top_k: int,
-        draws: int,
+        self, params: Params, batch: TargetBatch, temperature: jax.Array, *, top_k: int, draws: int
     ) -> tuple[jax.Array, ...]:
         def further(logprobs_GCV: jax.Array, numbers_GCN: jax.Array) -> tuple[jax.Array, ...]:
             # Ids first: `top_k` returns the values first.
             found = jax.lax.top_k(logprobs_GCV, top_k)[::-1] if top_k else ()
             if draws:
-                ids_GCN = _drawn(logprobs_GCV / temperature, numbers_GCN)
+                sums_GCV = jnp.cumsum(jax.nn.softmax(logprobs_GCV / temperature), axis=-1)
+                # The whole sum, because it is not 1 exactly: no number may fall behind the last token.
+                heights_GCN = sums_GCV[..., -1:] * (numbers_GCN.astype(jnp.float32) / DRAW_NUMBERS)
+                is_below = sums_GCV[..., None, :] <= heights_GCN[..., None]
+                ids_GCN = is_below.sum(axis=-1, dtype=jnp.int32)
                 found += (ids_GCN, jnp.take_along_axis(logprobs_GCV, ids_GCN, axis=-1))
             return found
 
@@ -368,14 +366,6 @@ class AccumulatingActor(Actor):
             (trained, state.opt_state),
         )
         return TrainState(trained, opt_state, state.step + 1), grad_norm
-
-
-def _drawn(logits_GCV: jax.Array, numbers_GCN: jax.Array) -> jax.Array:
-    """Tokens of softmax(logits), int32 [G, C, N]: one by each random number below `DRAW_NUMBERS`."""
-    sums_GCV = jnp.cumsum(jax.nn.softmax(logits_GCV), axis=-1)
-    # The whole sum, because it is not 1 exactly: no number may fall behind the last token.
-    heights_GCN = sums_GCV[..., -1:] * (numbers_GCN.astype(jnp.float32) / DRAW_NUMBERS)
-    return (sums_GCV[..., None, :] <= heights_GCN[..., None]).sum(axis=-1, dtype=jnp.int32)
 
 
 def _over_microbatches(function: Any, batch: TargetBatch) -> Any:

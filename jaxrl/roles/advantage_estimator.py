@@ -211,7 +211,10 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
         inputs[VALUES] = value.reshape(-1, T)
     if baseline_B is not None:
         inputs[BASELINE] = to_tokens(baseline_B, sequence_BT)
-    advantage_BT = _call(estimator, inputs, num_groups)
+    function, options = estimator.function, dict(estimator.options)
+    further = {"num_groups": num_groups, IMPORTANCE_WEIGHT: inputs[IMPORTANCE_WEIGHT]}
+    options |= {name: x for name, x in further.items() if name in options_of(function)}
+    advantage_BT = function(*(inputs[name] for name in inputs_of(function)), **options)
     if isinstance(advantage_BT, tuple):
         advantage_BT, return_BT = advantage_BT
     else:
@@ -221,11 +224,3 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
     total, count = mean_by_sequence(kl_BT, mask_BT, segment_ids_BT)
     shape = batch.tokens.shape
     return advantage_BT.reshape(shape), return_BT.reshape(shape), total / jnp.maximum(count, 1.0)
-
-
-def _call(estimator: Estimator, inputs: dict[str, jax.Array], num_groups: int):
-    function = estimator.function
-    given = {"num_groups": num_groups, IMPORTANCE_WEIGHT: inputs[IMPORTANCE_WEIGHT]}
-    names = options_of(function)
-    options = dict(estimator.options) | {k: v for k, v in given.items() if k in names}
-    return function(*(inputs[name] for name in inputs_of(function)), **options)

@@ -81,8 +81,14 @@ def with_compressed_moments(
         count = jnp.zeros([], jnp.int32)
         return CompressedState(count, _compress(optimizer.init(params), kind, count))
 
+    def decompress(leaf: Any) -> Any:
+        if _is_moment(leaf):
+            return dequantized(leaf)
+        return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, CompressedState]:
-        updates, inner = optimizer.update(updates, _decompress(state.inner), params)
+        inner = jax.tree.map(decompress, state.inner, is_leaf=_is_moment)
+        updates, inner = optimizer.update(updates, inner, params)
         count = state.num_updates + 1
         return updates, CompressedState(count, _compress(inner, kind, count))
 
@@ -152,15 +158,6 @@ def _compress(state: Any, kind: MomentKind, count: jax.Array) -> Any:
         return quantized(leaf, leaf_key, block=block, signed="mu" in names) if block else leaf
 
     return tree.unflatten([one(n, path, leaf) for n, (path, leaf) in enumerate(leaves)])
-
-
-def _decompress(state: Any) -> Any:
-    def one(leaf: Any) -> Any:
-        if _is_moment(leaf):
-            return dequantized(leaf)
-        return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
-
-    return jax.tree.map(one, state, is_leaf=_is_moment)
 
 
 def block_of(shape: tuple[int, ...]) -> int:

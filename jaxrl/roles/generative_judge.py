@@ -19,12 +19,7 @@ class GenerativeJudge:
     """Answers texts with texts, by greedy decoding. `rewards.judge.judge_scores` samples with it."""
 
     def __init__(
-        self,
-        backend: RolloutBackend,
-        tokenizer: Tokenizer,
-        *,
-        max_prompt_tokens: int,
-        chat: bool,
+        self, backend: RolloutBackend, tokenizer: Tokenizer, *, max_prompt_tokens: int, chat: bool
     ):
         """Wraps a rollout backend; its `load` gives the judge its weights.
 

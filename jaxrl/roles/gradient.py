@@ -249,9 +249,6 @@ def _accumulate(
         pull_back.with_refs(grads)(jnp.float32(1))
         return with_sums(m, total, (sums, this_pass))
 
-    def look(m, total: tuple[Sums, Stats]):
-        return with_sums(m, total, loss(params, micro_of(batch, u, m))[1])
-
     def with_sums(m, total: tuple[Sums, Stats], new: tuple[Sums, Stats]):
         this_pass_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], new[1])
         return total[0] + new[0], this_pass_M
@@ -263,6 +260,10 @@ def _accumulate(
     totals = jax.lax.fori_loop(0, num_backward, add, zeros)
     if loss.objective.needs_advantage:
         # The rest has no gradient but counts in the metrics, so its forward pass runs all the same.
-        totals = jax.lax.fori_loop(num_backward, batch.num_micro_U[u], look, totals)
+        totals = jax.lax.fori_loop(
+            *(num_backward, batch.num_micro_U[u]),
+            lambda m, total: with_sums(m, total, loss(params, micro_of(batch, u, m))[1]),
+            totals,
+        )
     sums, this_pass_M = totals
     return place(jax.tree.map(jax.freeze, grads)), sums, this_pass_M

@@ -21,7 +21,6 @@ from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.offload import offload, onload
 from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of, with_shardings
-from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, fitted, init_params
 from jaxrl.models.mixture import Routing
@@ -31,7 +30,6 @@ from jaxrl.roles.gradient import MinibatchGradient, minibatch_gradient
 from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
 
@@ -56,41 +54,43 @@ class TrainState:
 
 
 class Learner(PackedModel, abc.ABC):
-    """A model that is trained on a mesh: its state and its update. Subclasses compute the outputs."""
+    """A model that is trained on a mesh: its state and its update. Subclasses compute the outputs.
+
+    Attributes:
+      num_updates: number of updates begun so far. The state changes only when it does.
+    """
 
     def __init__(
         self,
         model: ModelConfig,
         mesh: Mesh,
         *,
-        train: TrainConfig,
         optim: OptimConfig,
         seed: int,
-        state_rules: StateRules = ZERO["FSDP"],
         offload: bool = False,
+        **options: Any,
     ):
         """Builds the programs; `init` or an assignment to `state` gives weights.
 
         Args:
-          model, mesh: shape of the model, and its training mesh.
-          train, optim: settings of the learning step and of the optimiser.
+          model, mesh, options: as for `PackedModel`; the rules are those of gradients and moments too.
+          optim: settings of the optimiser.
           seed: seed of random weights and of random choices of an objective.
-          state_rules: sharding rules of weights, gradients and moments.
           offload: keep the state in pinned host memory while the role is idle.
         """
-        super().__init__(model, mesh, train=train, state_rules=state_rules)
+        super().__init__(model, mesh, **options)
         self._optimizer = build_optimizer(optim, self.trained(self.axes))
         self.schedule = Schedule.of(optim)
         self._gradient_shardings, self._moment_shardings = (
             shardings(self.axes, self.shapes, rules, mesh)
-            for rules in (state_rules.gradients, state_rules.optimizer)
+            for rules in (self.state_rules.gradients, self.state_rules.optimizer)
         )
         self._seed = seed
         self._may_offload = offload
         self._offloaded = False
         self._updates: dict[tuple[tuple[Objective, ...], int], Any] = {}
         self._state: TrainState | None = None
-        self._num_updates = 0
+        self.num_updates = 0
 
     # Subclasses
 
@@ -133,11 +133,6 @@ class Learner(PackedModel, abc.ABC):
         self._offloaded = False
         self._state = state
         self._before_change()
-
-    @property
-    def num_updates(self) -> int:
-        """The number of updates begun so far. The state changes only when it does."""
-        return self._num_updates
 
     def for_training(self) -> TrainState:
         """The training state, brought back to the training devices first if need be."""
@@ -183,7 +178,7 @@ class Learner(PackedModel, abc.ABC):
     def skip_update(self) -> None:
         """Counts a step without an update: its schedule goes on, weights and moments stay."""
         state = self.for_training()
-        self._num_updates += 1
+        self.num_updates += 1
         self.state = state.replace(step=state.step + 1)
 
     def _fresh_state(self, params: Params) -> TrainState:
@@ -265,7 +260,7 @@ class Learner(PackedModel, abc.ABC):
         state = self.for_training()
         self._before_change()
         # Count first: an update that fails has consumed the state all the same.
-        self._num_updates += 1
+        self.num_updates += 1
         self.state, metrics, this_pass = update(state, batches, reference, self.schedule)
         return metrics, this_pass
 
@@ -276,12 +271,8 @@ class Learner(PackedModel, abc.ABC):
         """
         # Kept: `jax.jit` of another function object would compile the same program again.
         if (objectives, epochs) not in self._updates:
-
-            def update(state, batches, reference, schedule):
-                return self._update(state, batches, objectives, reference, schedule, epochs)
-
             self._updates[objectives, epochs] = jax.jit(
-                update,
+                functools.partial(self._update, objectives=objectives, epochs=epochs),
                 donate_argnums=0,
                 # Sharded like the old state: its donated buffers fit, and the next step compiles nothing.
                 out_shardings=(self.state_shardings(), None, None),
@@ -294,9 +285,10 @@ class Learner(PackedModel, abc.ABC):
         self,
         state: TrainState,
         batches: Sequence[Any],
-        objectives: Sequence[Objective],
         reference: Params | None,
         schedule: Schedule,
+        *,
+        objectives: Sequence[Objective],
         epochs: int,
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = learning_rate(schedule, state.step)
@@ -306,8 +298,12 @@ class Learner(PackedModel, abc.ABC):
         # From seed and step alone, so that a resumed run selects the tokens that the original would.
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
         batches = [o.prepare(b, key) for b, o in zip(batches, objectives, strict=True)]
+        # On TPUs with pipeline stages XLA chooses another memory layout for the state in the loop over
+        # minibatches, to suit its matmuls, and copies all of it: 13 of 42 GB for 7B on two stages of v5p.
+        # There the layout is pinned to the one between programs. Elsewhere XLA keeps that, and pinning does
+        # harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as much on H100.
         staged = shards_of("layers", TRAIN_RULES, self.mesh) > 1
-        changes_order = staged and platform_of(self.mesh) == "tpu"
+        changes_layout = staged and platform_of(self.mesh) == "tpu"
 
         def minibatch(carry, u):
             params, opt_state = carry
@@ -321,8 +317,10 @@ class Learner(PackedModel, abc.ABC):
             # A further batch, such as that of pretraining, has a loss whatever the advantages of the first.
             has_gradient = (first.sums.trained.tokens > 0) & (first.has_signal | bool(others))
             carry, stats = self._optimizer_step(params, opt_state, grads, lr, has_gradient)
-            if changes_order:
-                carry = _as_stored(carry)
+            if changes_layout:
+                carry = jax.tree.map(
+                    lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), carry
+                )
             return carry, (first.stats | stats, first.sums, first.this_pass)
 
         U = batches[0].tokens.shape[0]
@@ -367,8 +365,7 @@ class Learner(PackedModel, abc.ABC):
             describe=self._described,
             load_balancing_coef=self.train.load_balancing_coef,
             place=functools.partial(
-                jax.lax.with_sharding_constraint,
-                shardings=self.trained(self._gradient_shardings),
+                jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
             ),
             # On CPU the barrier costs a copy of the embedding.
             in_loop=platform_of(self.mesh) not in (None, "cpu"),
@@ -394,14 +391,3 @@ class Learner(PackedModel, abc.ABC):
         )
         stats = {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
         return (params, opt_state), stats
-
-
-def _as_stored(state: Any) -> Any:
-    """Pins the arrays of a state to the memory layout that they have between programs."""
-    # On TPUs with pipeline stages XLA chooses another layout for the loop over minibatches, to suit its
-    # matmuls, and copies the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the
-    # layout, and pinning it does harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as
-    # much on H100.
-    return jax.tree.map(
-        lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), state
-    )

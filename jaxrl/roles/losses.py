@@ -42,7 +42,7 @@ from jaxrl.algos.segments import masked
 from jaxrl.algos.value_loss import clipped_value
 from jaxrl.checks import between, check_value, coefficient, positive_coefficient, settings
 from jaxrl.errors import UserError
-from jaxrl.types import TrainBatch, ValueBatch
+from jaxrl.types import TrainBatch
 
 Stats: TypeAlias = dict[str, jax.Array]
 # (outputs of the role for a microbatch, the microbatch) -> (loss, stats), all [R, T].
@@ -430,11 +430,7 @@ class EntropyBatch(TrainBatch):
 
 def likelihood(*, coef: float = 1.0) -> Objective:
     """The mean negative log-likelihood of the tokens in the mask, times a coefficient."""
-
-    def loss(outputs: PolicyOutputs, micro: Any):
-        return -coef * outputs.logprob, {}
-
-    return Objective(loss, supervised=True)
+    return Objective(lambda outputs, micro: (-coef * outputs.logprob, {}), supervised=True)
 
 
 # One object for all updates, since another one would compile another program.
@@ -633,8 +629,8 @@ def _ratio_deviation(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax
 
 def clipped_values(*, clip: float) -> Objective:
     """The mean over tokens of the critic's clipped squared error, `algos.value_loss.clipped_value`."""
-
-    def loss(outputs: ValueOutputs, micro: ValueBatch):
-        return clipped_value(outputs.value, micro.old_value, micro.target, clip=clip)
-
-    return Objective(loss)
+    return Objective(
+        lambda outputs, micro: clipped_value(
+            outputs.value, micro.old_value, micro.target, clip=clip
+        )
+    )

@@ -31,37 +31,17 @@ from jaxrl.mesh.parallel_layers import (
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN, rows_and_length
 from jaxrl.mesh.ring import ContextSplit, pick_split, spread, unspread
-from jaxrl.mesh.rules import (
-    TRAIN_RULES,
-    constraint,
-    parts_of,
-    shardings,
-    shards_of,
-    with_shardings,
-)
+from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings, shards_of, with_shardings
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
-from jaxrl.models.attention import (
-    TreeSegments,
-    attention,
-    pick_block_tokens,
-    pick_implementation,
-)
+from jaxrl.models.attention import TreeSegments, attention, pick_block_tokens, pick_implementation
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import (
-    Decoder,
-    DecoderOutput,
-    Params,
-    decoder_graph,
-    evened,
-    weight_types,
-)
+from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, evened, weight_types
 from jaxrl.models.delta_net import delta_of_rows
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
 
@@ -276,25 +256,6 @@ class PackedModel:
             first_minibatch=first_minibatch,
         )
 
-    def same_token_fraction(
-        self,
-        graph: nnx.GraphDef,
-        params: Params,
-        micro: PackedBatch,
-        draws: Draws,
-        *,
-        temperature: float,
-    ) -> jax.Array:
-        """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
-        model: Decoder = nnx.merge(graph, params)
-        return same_token_fraction(
-            *self._head(model, self._run(model, micro).hidden_BTD, micro),
-            micro,
-            draws,
-            temperature=temperature,
-            **self._chunks(micro),
-        )
-
     def policy_and_kl(
         self,
         graph: nnx.GraphDef,
@@ -374,9 +335,7 @@ class PackedModel:
         shards = self._shards(micro)
         return {
             "chunk_tokens": self.train.positions_of_logits(
-                vocabulary,
-                platform_of(self.mesh),
-                of_device=micro.tokens.size // math.prod(shards),
+                vocabulary, platform_of(self.mesh), of_device=micro.tokens.size // math.prod(shards)
             ),
             "shards": shards,
         }
@@ -426,17 +385,9 @@ class PackedModel:
 class Frozen(PackedModel):
     """A model with frozen weights."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        *,
-        train: TrainConfig,
-        state_rules: StateRules = ZERO["FSDP"],
-        offload: bool = False,
-    ):
+    def __init__(self, model: ModelConfig, mesh: Mesh, *, offload: bool = False, **options: Any):
         """Args as for `PackedModel`; `offload` keeps the weights in pinned host memory between calls."""
-        super().__init__(model, mesh, train=train, state_rules=state_rules)
+        super().__init__(model, mesh, **options)
         self._offload = offload
         self._params: Params | None = None
 

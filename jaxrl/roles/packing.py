@@ -357,7 +357,9 @@ def placed(
         )
         segments_of = [_segments(row, lengths, groups) for row in rows]
         is_last = [bool(last_B[row].all()) for row in rows]
-        for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
+        # The attention work of a row: each token attends to all earlier ones of its sequence.
+        work = [sum(s.stop**2 - s.first**2 for s in segments) for segments in segments_of]
+        for index, r in _assigned(work, is_last, R, shards):
             # The row among those of all minibatches and microbatches.
             start = (u * M * R + index) * T
             for number, s in enumerate(segments_of[r], 1):
@@ -374,11 +376,6 @@ def placed(
         np.array([_num_micro(rows, R) for rows in rows_U], np.int32),
         *(starts, lengths, shared, shared_starts),
     )
-
-
-def _work(segments: list[_Segment]) -> int:
-    """The attention work of a row: each token attends to all earlier ones of its sequence."""
-    return sum(segment.stop**2 - segment.first**2 for segment in segments)
 
 
 def _num_micro(rows: Rows, rows_of_micro: int) -> int:

@@ -20,12 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algos.aggregation import Aggregation, token_mean
-from jaxrl.algos.preference_losses import (
-    POLICY_INPUTS,
-    PREFERENCE_LOSSES,
-    SCORE_INPUTS,
-    on_pairs,
-)
+from jaxrl.algos.preference_losses import POLICY_INPUTS, PREFERENCE_LOSSES, SCORE_INPUTS, on_pairs
 from jaxrl.algos.registry import check_inputs, check_options, lookup
 from jaxrl.algos.segments import last_tokens, masked
 from jaxrl.data.preferences import Answer, PreferencePair

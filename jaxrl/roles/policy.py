@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.algos.logprobs import squared_probabilities
@@ -21,13 +22,13 @@ from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, decoder_graph, weight_types
+from jaxrl.models.decoder import Decoder, Params, decoder_graph, weight_types
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
 from jaxrl.roles.packed_model import Frozen, PackedModel, each_micro, micro_of
-from jaxrl.roles.redraw import Draws
+from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
@@ -239,8 +240,14 @@ class Actor(Learner):
         return self._same_tokens(self.for_training().params, batch, draws)
 
     def _packed_same_tokens(self, params: Params, batch: PackedBatch, draws: Draws) -> jax.Array:
-        return self.same_token_fraction(
-            self.graph, params, micro_of(batch, 0, 0), draws, temperature=self._temperature
+        model: Decoder = nnx.merge(self.graph, params)
+        micro = micro_of(batch, 0, 0)
+        return same_token_fraction(
+            *self._head(model, self._run(model, micro).hidden_BTD, micro),
+            micro,
+            draws,
+            temperature=self._temperature,
+            **self._chunks(micro),
         )
 
     # Learning

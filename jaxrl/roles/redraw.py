@@ -63,22 +63,20 @@ def draws_of(completions: Completions, options: SamplingOptions) -> Draws | None
     """
     if options.truncation.repetition_penalty != 1:
         return None
-    turns = _plain(completions) if completions.of_agents is None else _of_agents(completions)
+    prompts, G = completions.prompts, completions.num_samples
+    if completions.of_agents is None:
+        began = enumerate(zip(completions.prompt_index_B, completions.started_B, strict=True))
+        turns = [
+            _Turn(b, len(prompts.tokens[n]), int(step), int(prompts.ids_N[n]), b % G)
+            for b, (n, step) in began
+        ]
+    else:
+        turns = _of_agents(completions)
     # Plain arrays on the host: every process of a run hands the same ones to its devices.
     sequence_K, start_K, *parts = np.array(turns, np.int32).reshape(-1, len(_Turn._fields)).T
     key_K2 = np.asarray(_keys(options.seed, *parts))
     arrays: Any = {"key_K2": key_K2, "sequence_K": sequence_K, "start_K": start_K}
     return Draws(**arrays, truncation=options.truncation)
-
-
-def _plain(completions: Completions) -> list[_Turn]:
-    prompts, G = completions.prompts, completions.num_samples
-    return [
-        _Turn(b, len(prompts.tokens[n]), int(step), int(prompts.ids_N[n]), b % G)
-        for b, (n, step) in enumerate(
-            zip(completions.prompt_index_B, completions.started_B, strict=True)
-        )
-    ]
 
 
 def _of_agents(completions: Completions) -> list[_Turn]:
@@ -107,11 +105,9 @@ def _of_agents(completions: Completions) -> list[_Turn]:
 @jax.jit
 def _keys(seed, step_K, prompt_id_K, sample_K) -> jax.Array:
     """Sampling keys, uint32 [K, 2]; samples of one batch may have started in different steps."""
-
-    def one(step, prompt_id, sample):
-        return sample_keys(seed, step, prompt_id[None], sample[None])[0]
-
-    return jax.vmap(one)(step_K, prompt_id_K, sample_K)
+    return jax.vmap(lambda step, *of_sample: sample_keys(seed, step, *of_sample)[0])(
+        step_K, prompt_id_K[:, None], sample_K[:, None]
+    )
 
 
 def same_token_fraction(
@@ -168,15 +164,11 @@ def same_token_fraction(
 
 def _turns(draws: Draws, micro: PackedBatch) -> jax.Array:
     """The turn of every token, int32 [R, T]: the last one that begins at or before it; 0 before the first."""
-
-    def after(turn: jax.Array) -> jax.Array:
-        sequence, start = draws.sequence_K[turn], draws.start_K[turn]
-        same = (sequence == micro.sequence) & (start <= micro.positions)
-        return (sequence < micro.sequence) | same
-
     # Bisection by pairs, because sequence and position together may not fit into 32 bits.
     turn_RT = jnp.zeros_like(micro.sequence)
     for k in reversed(range(len(draws.start_K).bit_length())):
         further = jnp.minimum(turn_RT + 2**k, len(draws.start_K) - 1)
-        turn_RT = jnp.where(after(further), further, turn_RT)
+        sequence, start = draws.sequence_K[further], draws.start_K[further]
+        same = (sequence == micro.sequence) & (start <= micro.positions)
+        turn_RT = jnp.where((sequence < micro.sequence) | same, further, turn_RT)
     return turn_RT

@@ -32,7 +32,6 @@ from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.optimizer import Schedule
 from jaxrl.roles.packed_model import micro_of
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.train_config import TrainConfig
 
 # Multiple of the identity that is added to the Fisher matrix. With more of it the step is smaller and turns
 # towards the plain gradient.
@@ -64,14 +63,13 @@ class TrustRegionActor(Actor):
         model: ModelConfig,
         mesh: Mesh,
         *,
-        train: TrainConfig,
         max_kl: float,
         damping: float = DAMPING,
         **options: Any,
     ):
         """Args.
 
-        model, mesh, train, options: as for `Actor`. The optimiser and its learning rate are not used.
+        model, mesh, options: as for `Actor`. The optimiser and its learning rate are not used.
         max_kl: bound on the mean KL of a step, in nats per token.
         damping: multiple of the identity that is added to the Fisher matrix.
 
@@ -83,7 +81,7 @@ class TrustRegionActor(Actor):
                 "the Fisher matrix of a trust region is a second derivative, and there is none of a "
                 f"mixture of {model.num_experts} experts; take a dense model"
             )
-        super().__init__(model, mesh, train=train, **options)
+        super().__init__(model, mesh, **options)
         # No moments: the step follows from the batch alone.
         self._optimizer = optax.identity()
         self._max_kl = max_kl
@@ -93,9 +91,10 @@ class TrustRegionActor(Actor):
         self,
         state: TrainState,
         batches: Sequence[Any],
-        objectives: Sequence[Objective],
         reference: Params | None,
         schedule: Schedule,
+        *,
+        objectives: Sequence[Objective],
         epochs: int,
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         (batch,), (objective,) = batches, objectives

@@ -49,7 +49,7 @@ def test_covariance_equals_its_twin_and_sums_to_that_of_the_batch(seed):
 @given(seeds, st.sampled_from([0.01, 0.3, 0.6]))
 def test_the_highest_are_selected(seed, fraction):
     ragged, _, _, ours = example(seed)
-    selected = select_highest(ours, ragged.mask, fraction=fraction)
+    selected = select_highest(None, ours, ragged.mask, fraction=fraction)
     mine, value = tokens(ragged, selected), tokens(ragged, ours)
     quota = max(1, int(np.float32(fraction) * len(value)))
     assert mine.sum() == min(quota, (value > 0).sum())
@@ -60,9 +60,9 @@ def test_the_highest_are_selected(seed, fraction):
 
 def test_ties_at_the_edge_are_all_taken_and_worthless_tokens_never():
     mask = jnp.ones((1, 4))
-    selected = cov.select_highest(jnp.array([[2.0, 1.0, 2.0, 0.0]]), mask, fraction=0.25)
+    selected = cov.select_highest(None, jnp.array([[2.0, 1.0, 2.0, 0.0]]), mask, fraction=0.25)
     np.testing.assert_array_equal(selected, [[True, False, True, False]])
-    assert not cov.select_highest(jnp.zeros((1, 4)), mask, fraction=1.0).any()
+    assert not cov.select_highest(None, jnp.zeros((1, 4)), mask, fraction=1.0).any()
 
 
 @few
@@ -88,13 +88,9 @@ def test_each_able_token_is_as_likely_as_another_and_the_key_decides():
     np.testing.assert_array_equal(selected, draw(jax.random.split(jax.random.key(0), 2000)))
 
 
-@pytest.mark.parametrize("select", ["highest", "random"])
-def test_an_empty_batch_selects_nothing(select):
-    value = jnp.full((2, 3), jnp.nan)
-    if select == "highest":
-        selected = cov.select_highest(value, jnp.zeros((2, 3)), fraction=0.5)
-    else:
-        selected = cov.select_random(
-            jax.random.key(0), value, jnp.zeros((2, 3)), fraction=0.5, lowest=-1.0, highest=1.0
-        )
-    assert not selected.any()
+@pytest.mark.parametrize(
+    ("loss", "band"), [("kl_cov", {}), ("clip_cov", {"lowest": -1.0, "highest": 1.0})]
+)
+def test_an_empty_batch_selects_nothing(loss, band):
+    value, mask = jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3))
+    assert not cov.SELECTIONS[loss](jax.random.key(0), value, mask, fraction=0.5, **band).any()

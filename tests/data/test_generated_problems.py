@@ -204,13 +204,13 @@ def test_a_task_without_a_size_has_no_end():
     assert source.generated is not None and fixed.generated is None
     # One problem for each number, whether it is asked for alone or among others, and in whichever order.
     for number in (1199, 0, 499, 500, 1000, 501):
-        made, record = source.generated.problem(number), fixed.records[number]
+        made, record = source.generated(number), fixed.records[number]
         assert (made.prompt, made.answer, made.solution) == (
             record.prompt,
             record.answer,
             record.solution,
         )
-    assert source.generated.problem(1_000_005) == fixed.records[5]
+    assert source.generated(1_000_005) == fixed.records[5]
     assert texts(stream(source, max_prompt_tokens=99), 2) == [
         record.prompt for record in fixed.records[:8]
     ]

@@ -148,20 +148,6 @@ def test_questions_and_conversations_go_through_the_chat_template():
         stream(pairs)
 
 
-def test_every_pair_once_an_epoch_and_the_order_goes_on_where_it_was():
-    pairs = stream(pairs_per_batch=3)
-    seen = [texts(next(pairs)) for _ in range(4)]
-    epochs = [seen[0] + seen[1], seen[2] + seen[3]]
-    assert epochs[0] != epochs[1]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(texts(next(stream(pairs_per_batch=6))))
-    state = json.loads(json.dumps(pairs.state()))
-    expected = [texts(next(pairs)) for _ in range(3)]
-
-    restored = stream(pairs_per_batch=3)
-    restored.restore(state)
-    assert [texts(next(restored)) for _ in range(3)] == expected
-
-
 @pytest.mark.parametrize(
     "other",
     [

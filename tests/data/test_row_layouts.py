@@ -35,7 +35,6 @@ KNOWN = [
     ({"problem": "?", "solution": r"so $\boxed{\frac{1}{2}}$."}, "MATH", "?", r"\frac{1}{2}"),
     ({"problem": "?", "answer": 7, "solution": r"\boxed{7}"}, "problem/answer", "?", "7"),
     ({"Problem": "?", "Answer": "7"}, "Problem/Answer", "?", "7"),
-    ({"question": "?", "answer": "7"}, "question/answer", "?", "7"),
     ({"prompt": "?", "response": "7"}, "prompt/response", "?", "7"),
     ({"instruction": "?", "output": "7"}, "instruction/output", "?", "7"),
     ({"input": "?", "ground_truth": "7"}, "input/ground_truth", "?", "7"),

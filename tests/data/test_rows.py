@@ -1,6 +1,7 @@
 """Files of rows, in every format."""
 
 import datetime
+import functools
 import json
 import pathlib
 
@@ -36,16 +37,13 @@ def parquet(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def arrow_stream(path: pathlib.Path) -> pathlib.Path:
-    with pa.ipc.new_stream(path, TABLE.schema) as writer:
+def arrow_stream(path: pathlib.Path, new=pa.ipc.new_stream) -> pathlib.Path:
+    with new(path, TABLE.schema) as writer:
         writer.write_table(TABLE, max_chunksize=1000)
     return path
 
 
-def arrow_file(path: pathlib.Path) -> pathlib.Path:
-    with pa.ipc.new_file(path, TABLE.schema) as writer:
-        writer.write_table(TABLE, max_chunksize=1000)
-    return path
+arrow_file = functools.partial(arrow_stream, new=pa.ipc.new_file)
 
 
 def saved(path: pathlib.Path) -> pathlib.Path:

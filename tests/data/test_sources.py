@@ -137,7 +137,7 @@ def test_a_task_has_the_name_that_its_settings_give_it(size):
         # The scorer goes by the task.
         assert source.records[0].extra["metadata"]["source_dataset"] == "countdown"
     if source.generated is not None:
-        assert source.generated.problem(99).source == "puzzles"
+        assert source.generated(99).source == "puzzles"
 
 
 def test_a_source_without_a_path_is_refused():

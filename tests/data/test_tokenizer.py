@@ -31,7 +31,7 @@ def write(directory: pathlib.Path, **files: dict) -> pathlib.Path:
 
 def assert_same(a: Tokenizer, b: Tokenizer):
     assert a.backend.to_str() == b.backend.to_str()
-    assert (a.vocab_size, a.stop_ids, a.pad_id) == (b.vocab_size, b.stop_ids, b.pad_id)
+    assert (a.vocab_size, a.stop_ids) == (b.vocab_size, b.stop_ids)
 
 
 # The trained one.
@@ -51,7 +51,7 @@ def test_every_digit_is_a_token_and_words_are_short():
 
 
 def test_special_tokens_come_first_and_are_not_read_back():
-    assert (TOKENIZER.pad_id, TOKENIZER.eos_id, TOKENIZER.stop_ids) == (0, 1, (1,))
+    assert (TOKENIZER.eos_id, TOKENIZER.stop_ids) == (1, (1,))
     ids = TOKENIZER.encode("12")
     assert TOKENIZER.decode([0, *ids, 1, 0]) == "12"
 
@@ -101,7 +101,6 @@ def test_end_token_may_be_a_dict_or_come_from_generation_config(tmp_path):
     without = write(tmp_path / "b", tokenizer_config={}, generation_config=generation)
 
     assert load_tokenizer(as_dict).eos_id == 1
-    assert load_tokenizer(as_dict).pad_id == 1  # no pad token named: end-of-sequence fills
     assert load_tokenizer(without).stop_ids == (7,)
 
 
@@ -163,7 +162,7 @@ def test_qwen_ids(tmp_path):
     text = "Let $x^2 = 10$.\n\n那么 x = ±√10 🙂"
 
     assert qwen.encode("Hello world").tolist() == [9707, 1879]
-    assert (qwen.vocab_size, qwen.eos_id, qwen.pad_id) == (151_665, 151_645, 151_643)
+    assert (qwen.vocab_size, qwen.eos_id) == (151_665, 151_645)
     assert qwen.decode([9707, 1879, 151_645, 151_935]) == "Hello world"
     assert qwen.decode(qwen.encode(text)) == text
     qwen.save(tmp_path)

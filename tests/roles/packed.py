@@ -37,5 +37,5 @@ def packed(rows: list[dict[str, np.ndarray]], shape: PackedShape):
         return packing.pack([row[name] for row in rows], rows[0][name].dtype)
 
     base = PackedBatch(tokens=pack("tokens"), loss_mask=pack("loss_mask"), **packing.fields())
-    names = ("rollout_logprob", "old_logprob", "ref_logprob")
+    names = rows[0].keys() - {"tokens", "loss_mask", "value"}
     return packing, TrainBatch.of(base, **{name: pack(name) for name in names})

@@ -2,7 +2,9 @@
 
 import functools
 
+import jax
 import numpy as np
+import pytest
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optimizer import OptimConfig
@@ -15,6 +17,14 @@ from jaxrl.types import PackedBatch, TrainBatch
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
 )
+ENGINE = EngineConfig(
+    slots=4,
+    prefill_prompts=4,
+    max_prompt_tokens=4,
+    max_response_tokens=4,
+    tokens_per_dispatch=4,
+    stop_ids=(1,),
+)
 
 
 def actor_on(mesh, *, model=MODEL, engine: EngineConfig | None = None, **changes) -> Actor:
@@ -25,6 +35,18 @@ def actor_on(mesh, *, model=MODEL, engine: EngineConfig | None = None, **changes
     train = TrainConfig(rows=8, row_tokens=8)
     given = {"train": train, "optim": OptimConfig(), "temperature": 1.0, "seed": 0}
     return Actor(model, mesh, **(given | changes))
+
+
+def assert_as_planned(actor: Actor) -> None:
+    """Every leaf of the state has the shape, type and sharding of `abstract_state`."""
+    jax.tree.map(
+        lambda leaf, plan: (
+            (leaf.shape, leaf.dtype, leaf.sharding) == (plan.shape, plan.dtype, plan.sharding)
+            or pytest.fail(f"{leaf.sharding} is not {plan.sharding}")
+        ),
+        actor.state,
+        actor.abstract_state(),
+    )
 
 
 def whole_rows(

@@ -270,8 +270,7 @@ def test_an_adapter_is_trained_as_by_a_plain_loop():
     accumulated(actor, sequences, "ppo")
     actor.apply(AdamNumbers(3e-2, eps=0.0))
     padded = lora.with_rank(lora.with_rank(actor.state.params, rank), 4)
-    for x, y in zip(*map(jax.tree.leaves, (actor.state.params, padded)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, actor.state.params, padded)
 
 
 def two_clients(actor):
@@ -298,8 +297,7 @@ def test_two_clients_at_once_are_what_each_is_alone():
         for step in range(2):
             accumulated(actor, sequences_of(10 * which + step, "dro"), "dro")
             actor.apply(AdamNumbers(1e-2 * (1 + which)))
-        for x, y in zip(*map(jax.tree.leaves, (actor.state.params, together[which])), strict=True):
-            np.testing.assert_array_equal(x, y)
+        jax.tree.map(np.testing.assert_array_equal, actor.state.params, together[which])
     programs = (actor.accumulate_program, actor.apply_program)
     assert [program._cache_size() for program in programs] == [1, 1]
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 from closeness import assert_close
 from meshes import mesh_of
 from small import MODEL as DENSE
@@ -41,14 +42,7 @@ SIGMOID = dataclasses.replace(
     first_dense_layers=1,
     dense_d_ff=24,
 )
-ENGINE = EngineConfig(
-    slots=4,
-    prefill_prompts=4,
-    max_prompt_tokens=4,
-    max_response_tokens=8,
-    tokens_per_dispatch=4,
-    stop_ids=(1,),
-)
+ENGINE = dataclasses.replace(small.ENGINE, max_response_tokens=8)
 R, T = 4, 12
 
 

@@ -97,8 +97,7 @@ def test_a_minibatch_without_advantages_is_skipped():
 
 
 @pytest.mark.parametrize(
-    ("quiet", "expected"),
-    [((), 4), ((2, 3, 6, 7), 2), ((0, 1, 2, 3, 4, 5, 6, 7), 0), ((0, 1), 3)],
+    ("quiet", "expected"), [((), 4), ((2, 3, 6, 7), 2), ((0, 1, 2, 3, 4, 5, 6, 7), 0), ((0, 1), 3)]
 )
 def test_how_many_microbatches_have_a_backward_pass(quiet, expected):
     quiet_B = np.isin(np.arange(8), quiet)

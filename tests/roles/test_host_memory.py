@@ -5,21 +5,19 @@ import functools
 
 import jax
 import pytest
+import small
 from closeness import assert_close
 from meshes import mesh_of
 from packed import TWO_UPDATES, packed, sequences
 from small import actor_on
 
 from jaxrl.errors import UserError
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 
-MODEL = ModelConfig(
-    vocab_size=128, num_layers=2, d_model=64, d_ff=32, num_heads=4, num_kv_heads=2, head_dim=8
-)
+MODEL = dataclasses.replace(small.MODEL, vocab_size=128, d_model=64, d_ff=32)
 SHAPE = dataclasses.replace(TWO_UPDATES, microbatches=1, rows=4)
 
 

@@ -15,7 +15,7 @@ from closeness import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import mesh_of
-from small import actor_on, whole_rows
+from small import actor_on, assert_as_planned, whole_rows
 
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.decoder import decoder_graph
@@ -362,15 +362,8 @@ def test_moments_of_8_bits_lie_as_their_weights():
     moment = actor.state.opt_state[1].inner.mu["layers"]["mlp"]["down"]["weight"]
     assert isinstance(moment, BlockQuantized)
     assert moment.codes.sharding == weight.sharding
-    # Every leaf is as it was planned, so its bytes are those counted above.
-    jax.tree.map(
-        lambda leaf, plan: (
-            (leaf.shape, leaf.dtype, leaf.sharding) == (plan.shape, plan.dtype, plan.sharding)
-            or pytest.fail(f"{leaf.sharding} is not {plan.sharding}")
-        ),
-        actor.state,
-        actor.abstract_state(),
-    )
+    # So its bytes are those counted above.
+    assert_as_planned(actor)
     # One block of 64 cannot be split over four devices.
     assert moment.scale.shape == (2, 64, 1)
     assert moment.scale.sharding.spec == jax.sharding.PartitionSpec(*weight.sharding.spec[:2], None)

@@ -47,10 +47,7 @@ def rows_in_use(packing) -> np.ndarray:
 def test_by_hand():
     # The longest first; 3 fits beside 5, the next 3 and the 1 open a second row.
     packing = plan_packing([3, 5, 1, 3], PackedShape(1, 2, 1, 8))
-    expected = [
-        [[2, 2, 2, 2, 2, 1, 1, 1]],
-        [[4, 4, 4, 3, 0, 0, 0, 0]],
-    ]
+    expected = [[[2, 2, 2, 2, 2, 1, 1, 1]], [[4, 4, 4, 3, 0, 0, 0, 0]]]
     values = [np.full(n, i) for i, n in enumerate([3, 5, 1, 3], start=1)]
     np.testing.assert_array_equal(packing.pack(values, np.int32), [expected])
     np.testing.assert_array_equal(

@@ -13,12 +13,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.pairs import (
-    pack_pairs,
-    pair_sums,
-    policy_pair_objective,
-    reward_model_objective,
-)
+from jaxrl.roles.pairs import pack_pairs, pair_sums, policy_pair_objective, reward_model_objective
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.roles.train_config import TrainConfig

@@ -11,7 +11,9 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 from meshes import mesh_of
-from small import MODEL, actor_on
+from packed import ONE_EACH, PACKED, TWO_UPDATES
+from packed import packed as packed_rows
+from small import ENGINE, MODEL, actor_on, assert_as_planned
 from tokens import prompts_of
 
 from jaxrl.errors import UserError
@@ -25,18 +27,9 @@ from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.tracking.sample_rows import logprobs_by_response
-from jaxrl.types import PackedBatch, TrainBatch
+from jaxrl.types import TrainBatch
 
-ENGINE = EngineConfig(
-    slots=4,
-    prefill_prompts=4,
-    max_prompt_tokens=4,
-    max_response_tokens=4,
-    tokens_per_dispatch=4,
-    stop_ids=(1,),
-)
 # With an epsilon as large as this Adam's first step, g / (|g| + 1), has the gradient's scale, which ordinary
 # Adam would hide; `shown_gradient` computes it from the step.
 GRADIENT_SHOWS = OptimConfig(
@@ -55,12 +48,9 @@ ON_ONE_OR_EIGHT = pytest.mark.parametrize(
     [ONE_DEVICE, pytest.param(EIGHT_DEVICES, marks=pytest.mark.long)],
     ids=["1 device", "8 devices"],
 )
-# Ways to lay out the same eight sequences of at most 12 tokens, for one update or for two.
-ONE_EACH = PackedShape(minibatches=1, microbatches=1, rows=8, tokens=12)
+# Further ways to lay out the same eight sequences of at most 12 tokens.
 TWO_ROWS = PackedShape(minibatches=1, microbatches=6, rows=2, tokens=12)
 FOUR_ROWS = PackedShape(minibatches=1, microbatches=3, rows=4, tokens=12)
-PACKED = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=24)
-TWO_UPDATES = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=12)
 PROMPTS = prompts_of([3, 4], [5])
 
 
@@ -113,16 +103,7 @@ def sequences(num: int = 8, seed: int = 0) -> list[dict[str, np.ndarray]]:
 
 
 def packed(rows: list[dict[str, np.ndarray]], shape=ONE_EACH, **changes) -> TrainBatch:
-    packing = plan_packing([len(row["tokens"]) for row in rows], shape)
-    fields = {
-        name: packing.pack([row[name] for row in rows], rows[0][name].dtype) for name in rows[0]
-    }
-    batch = PackedBatch(
-        tokens=fields.pop("tokens"),
-        loss_mask=fields.pop("loss_mask"),
-        **packing.fields(),
-    )
-    return TrainBatch.of(batch, **fields).replace(**changes)
+    return packed_rows(rows, shape)[1].replace(**changes)
 
 
 def step(actor: Actor, batch: TrainBatch, loss=CLIPPED):
@@ -203,14 +184,7 @@ def test_weights_are_born_the_same_on_every_mesh():
     spread.init()
     assert_close(jax.device_get(spread.state), first_state(), rtol=1e-6)
     assert alone.abstract_state().params["embedding"].shape == (16, 16)
-    jax.tree.map(
-        lambda leaf, plan: (
-            (leaf.shape, leaf.dtype, leaf.sharding) == (plan.shape, plan.dtype, plan.sharding)
-            or pytest.fail(f"{leaf.sharding} is not {plan.sharding}")
-        ),
-        spread.state,
-        spread.abstract_state(),
-    )
+    assert_as_planned(spread)
 
 
 def test_how_it_is_computed_changes_nothing(reference):
@@ -261,11 +235,7 @@ def test_logprobs_are_the_same_packed_unpacked_and_on_the_mesh():
     rows = sequences()
     lengths = [len(row["tokens"]) for row in rows]
     results = []
-    for layout, shape in [
-        (ONE_DEVICE, ONE_EACH),
-        (ONE_DEVICE, PACKED),
-        (EIGHT_DEVICES, PACKED),
-    ]:
+    for layout, shape in [(ONE_DEVICE, ONE_EACH), (ONE_DEVICE, PACKED), (EIGHT_DEVICES, PACKED)]:
         actor = fresh(layout)
         logprob = actor.logprobs(actor.place(packed(rows, shape)))
         results.append(plan_packing(lengths, shape).unpack(logprob))
@@ -682,8 +652,4 @@ def test_an_epoch_again_wants_the_log_probabilities_of_the_first():
     actor = fresh()
     batch = actor.place(packed(sequences(), TWO_UPDATES))
     with pytest.raises(AssertionError, match="no longer has the policy"):
-        actor.update(
-            batch,
-            policy("clipped", OPTIONS, shares_forward=True),
-            epochs=2,
-        )
+        actor.update(batch, policy("clipped", OPTIONS, shares_forward=True), epochs=2)

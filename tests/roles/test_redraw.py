@@ -1,14 +1,16 @@
 """The trainer's logits with the sampler's noise draw the sampler's tokens."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 from meshes import mesh_of
 from small import actor_on
 from tokens import prompts_of
 
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
@@ -17,20 +19,10 @@ from jaxrl.roles.redraw import draws_of
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions
 
-MODEL = ModelConfig(
-    vocab_size=64, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
-)
-ENGINE = EngineConfig(
-    slots=8,
-    prefill_prompts=4,
-    max_prompt_tokens=4,
-    max_response_tokens=8,
-    tokens_per_dispatch=4,
-    stop_ids=(1,),
-)
+MODEL = dataclasses.replace(small.MODEL, vocab_size=64)
+ENGINE = dataclasses.replace(small.ENGINE, slots=8, max_response_tokens=8)
 PROMPTS = prompts_of([3, 4], [5], ids=[5, 2])
 SHAPE = PackedShape(minibatches=1, microbatches=1, rows=8, tokens=16)
 OPTIONS = SamplingOptions(num_samples=4, seed=3, step=7, temperature=0.8)

@@ -6,15 +6,7 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from test_policy import (
-    EIGHT_DEVICES,
-    ONE_DEVICE,
-    PACKED,
-    TWO_UPDATES,
-    fresh,
-    packed,
-    sequences,
-)
+from test_policy import EIGHT_DEVICES, ONE_DEVICE, PACKED, TWO_UPDATES, fresh, packed, sequences
 
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.experience import Experience

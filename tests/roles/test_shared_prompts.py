@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
-from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
+from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, OPTIONS, TRAIN, fresh
 from tokens import answers_of, prompts_of
 
 from jaxrl.dataflows.step_metrics import work_metrics
@@ -25,9 +25,7 @@ from jaxrl.types import Completions
 
 SHAPE = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=40)
 SHARES = dataclasses.replace(TRAIN, share_prompts=True)
-SHARED_FORWARD = policy(
-    "clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}, shares_forward=True
-)
+SHARED_FORWARD = policy("clipped", OPTIONS, shares_forward=True)
 
 
 def completions(seed: int = 0) -> Completions:

@@ -66,9 +66,7 @@ def batch_for(actor: TrustRegionActor, shape=ONE_EACH, num: int = 8):
     rows = sequences(num)
     for row in rows:
         row["advantage"] = row["loss_mask"] * np.float32(rng.normal())
-    packing, batch = packed(rows, shape)
-    advantage = packing.pack([row["advantage"] for row in rows], np.float32)
-    batch = actor.place(batch.replace(advantage=advantage))
+    batch = actor.place(packed(rows, shape)[1])
     return batch.replace(old_logprob=actor.logprobs(batch))
 
 

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import small
 from closeness import assert_close
 from meshes import mesh_of
 from small import MODEL, actor_on, whole_rows
@@ -20,22 +21,13 @@ from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.trainer.supervised import copied
 
 THREE = dataclasses.replace(MODEL, num_layers=3)
 MIXTURE = dataclasses.replace(THREE, num_experts=4, experts_per_token=2)
 LAYOUT = {"train": "2-2-2", "generate": "1-2-2-2", "fsdp": 2}
-ENGINE = EngineConfig(
-    slots=8,
-    prefill_prompts=8,
-    max_prompt_tokens=4,
-    max_response_tokens=4,
-    tokens_per_dispatch=4,
-    stop_ids=(1,),
-    dtype="float32",
-)
+ENGINE = dataclasses.replace(small.ENGINE, slots=8, prefill_prompts=8, dtype="float32")
 # With a small epsilon Adam would enlarge gradients that are 0 but for rounding.
 OPTIM = OptimConfig(lr=0.01, lr_warmup_steps=0, weight_decay=0.1, epsilon=1e-2)
 

@@ -6,12 +6,12 @@ import functools
 import jax
 import numpy as np
 import pytest
+import small
 from meshes import mesh_of
-from small import actor_on, whole_rows
+from small import ENGINE, actor_on, whole_rows
 from tokens import prompts_of
 
 from jaxrl.errors import UserError
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
@@ -19,22 +19,12 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
 
-MODEL = ModelConfig(
-    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=4, head_dim=8
-)
+MODEL = dataclasses.replace(small.MODEL, num_kv_heads=4)
 LAYOUT = {"train": "1-4-2", "generate": "1-2-2-2", "fsdp": 2}
 
 
 def engine_of(dtype) -> EngineConfig:
-    return EngineConfig(
-        slots=8,
-        prefill_prompts=8,
-        max_prompt_tokens=4,
-        max_response_tokens=4,
-        tokens_per_dispatch=4,
-        stop_ids=(1,),
-        dtype=dtype,
-    )
+    return dataclasses.replace(ENGINE, slots=8, prefill_prompts=8, dtype=dtype)
 
 
 def actor_of(dtype, *, offload=False, **layout) -> Actor:

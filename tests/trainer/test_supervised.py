@@ -78,8 +78,7 @@ def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
         parts, parts.demonstrations, examples_per_batch=2, max_tokens=config.train.row_tokens
     )
     batch, _ = pack_examples(next(stream), row_limits(config, longest=128).shape(2, minibatches=1))
-    learnt = np.where(batch.loss_mask > 0, batch.tokens, parts.tokenizer.pad_id)
-    inside = learnt[learnt != parts.tokenizer.pad_id]
+    inside = batch.tokens[batch.loss_mask > 0]
     answers = np.split(inside, np.flatnonzero(inside == parts.tokenizer.eos_id) + 1)
     assert sorted(parts.tokenizer.decode(answer) for answer in answers if len(answer)) == sorted(
         SAID

@@ -356,12 +356,7 @@ class CacheKind:
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
         """Writes token `i` of all slots to the buffer."""
-        return jax.tree.map(
-            lambda old, one: put_token(old, one, i),
-            buffer,
-            new,
-            is_leaf=is_part,
-        )
+        return jax.tree.map(lambda old, one: put_token(old, one, i), buffer, new, is_leaf=is_part)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """Writes all tokens of `new`, a buffer or the result of a pass, to live slots at position `start_B`.

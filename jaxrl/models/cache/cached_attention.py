@@ -72,10 +72,7 @@ def _mixed(weight_BKGTS: jax.Array, cache: KVCache, dtype: Any) -> jax.Array:
         # The scale of a token, and the weight of its value.
         weight_BKGTS = weight_BKGTS * scale[:, :, None, None]
     return jnp.einsum(
-        product,
-        weight_BKGTS.astype(dtype),
-        v.astype(dtype),
-        preferred_element_type=jnp.float32,
+        product, weight_BKGTS.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
     )
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.compute import moved_as_bits
-from jaxrl.models.delta_net import DeltaState, no_past, state_axes
+from jaxrl.models.delta_net import DeltaState, no_past
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.quantized import quantize
 
@@ -174,7 +174,9 @@ def cache_axes(cache: Any) -> Any:
         axes: Any = ("layers", "batch", "length", None)
         return Routes(axes)
     if isinstance(cache, DeltaState):
-        return state_axes(cache)
+        lead = ("layers", "batch")[6 - cache.matrix.ndim :]
+        tails = ((*lead, None, "heads", *[None] * n) for n in (1, 1, 2))
+        return DeltaState((*lead, "heads", None, None, None), *tails)
     # Without the leading L these are the arrays of one layer.
     heads = ("layers", "batch", "kv_heads")[5 - cache.k.ndim :]
     scale: Any = None if cache.k_scale is None else (*heads, "length")
@@ -213,9 +215,9 @@ def put_token(cache: Any, new: Any, place: jax.Array) -> Any:
     if isinstance(cache, DeltaState):
         return new
 
-    def put(old, new, axes):
-        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))
-
+    put = lambda old, new, axes: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
+        old, new, place, axes.index("length")
+    )
     axes = cache_axes(cache)
     return moved_as_bits(lambda cache, new: jax.tree.map(put, cache, new, axes), cache, new)
 

@@ -23,12 +23,7 @@ from typing import Any, TypeVar
 from jaxrl.checks import is_finite
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.models.huggingface.architectures import (
-    ARCHITECTURES,
-    PLAIN,
-    SOFTCAPS,
-    Architecture,
-)
+from jaxrl.models.huggingface.architectures import ARCHITECTURES, PLAIN, SOFTCAPS, Architecture
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 _Built = TypeVar("_Built")

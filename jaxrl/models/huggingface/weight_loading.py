@@ -198,13 +198,16 @@ def _with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         scales = stored.get(f"{whole}_scales")
         if whole == name or scales is None:
             continue
-        shape = mxfp4_shape(blocks.shape, scales.shape)
-        if shape is None or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+        # Blocks [E, N, K / 32, 16] and scales [E, N, K / 32] stand for [E, K, N].
+        fits = blocks.shape == (*scales.shape, _MXFP4_BLOCK // 2) and len(scales.shape) == 3
+        if not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
             raise UserError(
                 f"{name} in {blocks.file} has shape {list(blocks.shape)} and type {blocks.dtype}, its scales "
                 f"{list(scales.shape)} and {scales.dtype}, which is not MXFP4; copy the published files again"
             )
         del found[name], found[scales.name]
+        E, N, num_blocks = scales.shape
+        shape = (E, num_blocks * _MXFP4_BLOCK, N)
         found[whole] = Stored(whole, blocks.file, shape, "MXFP4", (blocks, scales))
     return found
 
@@ -352,7 +355,13 @@ def _load_table(
 def _load_leaf(
     slice_of: Callable[[str], Any], row: WeightRule, sharding: Sharding, dtype: np.dtype
 ) -> jax.Array:
-    shape, num_stacked = _even_shape(row, sharding), len(row.stacked)
+    shape, num_stacked = row.leaf_shape, len(row.stacked)
+    if num_stacked and isinstance(sharding, NamedSharding) and sharding.spec:
+        # As many layers as the stages of a pipeline hold; further ones stay 0.
+        axes = sharding.spec[0] or ()
+        axes = [axes] if isinstance(axes, str) else axes
+        stages = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        shape = (-(-shape[0] // stages) * stages, *shape[1:])
     # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -375,16 +384,6 @@ def _load_leaf(
             jax.block_until_ready(shards)
         loaded += shards
     return jax.make_array_from_single_device_arrays(shape, sharding, loaded, dtype=dtype)
-
-
-def _even_shape(row: WeightRule, sharding: Sharding) -> tuple[int, ...]:
-    """The shape of a leaf with as many layers as the stages of a pipeline hold; further ones stay 0."""
-    layers, *rest = row.leaf_shape or (0,)
-    if not (row.stacked and isinstance(sharding, NamedSharding) and sharding.spec):
-        return row.leaf_shape
-    axes = sharding.spec[0] or ()
-    stages = math.prod(sharding.mesh.shape[a] for a in ([axes] if isinstance(axes, str) else axes))
-    return -(-layers // stages) * stages, *rest
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
@@ -454,10 +453,3 @@ class Mxfp4Tensor:
         values = values.reshape(*values.shape[:2], -1)
         begin = ins.start - first * _MXFP4_BLOCK
         return values[..., begin : begin + ins.stop - ins.start].swapaxes(1, 2)
-
-
-def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of the tensor that blocks and scales of these shapes stand for; None if they do not fit."""
-    if len(blocks) != 4 or blocks[3] * 2 != _MXFP4_BLOCK or blocks[:3] != scales:
-        return None
-    return blocks[0], blocks[2] * _MXFP4_BLOCK, blocks[1]

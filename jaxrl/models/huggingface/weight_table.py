@@ -148,8 +148,10 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
             rule(projection, "a D", "inputs.projection", "Da"),
             rule("model.per_layer_projection_norm.weight", "p", "inputs.norm.scale", "p"),
         ]
+    first, last = config.first_dense_layers, config.num_layers - config.sharing_layers
+    ends = {"first": (0, first), "layers": (first, last), "last": (last, config.num_layers)}
     for stack in STACKS:
-        layers = _layers_of(config, stack)
+        layers = range(*ends[stack])
         period = 1 if stack == "first" else config.period
         for place in range(period if layers else 0):
             path = f"{stack}.place{place}" if period > 1 else stack
@@ -164,13 +166,6 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
     if config.has_unembedding:
         rows.append(rule("lm_head.weight", "V D", "unembedding", "DV"))
     return tuple(rows)
-
-
-def _layers_of(config: ModelConfig, stack: str) -> range:
-    """The numbers of the layers of one of `STACKS`."""
-    first, last = config.first_dense_layers, config.num_layers - config.sharing_layers
-    ends = {"first": (0, first), "layers": (first, last), "last": (last, config.num_layers)}
-    return range(*ends[stack])
 
 
 def _layer_table(
@@ -276,10 +271,7 @@ def _network_table(
     """Adds the tensors of feed-forward networks; `inner` is the letter of their width."""
     for ours in ("gate", "up"):
         per_layer(
-            f"{name}.{ours}_proj.weight",
-            f"{inner} D",
-            f"{path}.{ours}.weight",
-            f"{stack}D{inner}",
+            f"{name}.{ours}_proj.weight", f"{inner} D", f"{path}.{ours}.weight", f"{stack}D{inner}"
         )
     per_layer(f"{name}.down_proj.weight", f"D {inner}", f"{path}.down.weight", f"{stack}{inner}D")
 

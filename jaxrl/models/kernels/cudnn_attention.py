@@ -16,6 +16,7 @@ Not covered: capped scores.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -126,9 +127,9 @@ def _by_offsets(
             mask_type=fused.MaskType.PADDING_CAUSAL,
         )
 
-    def slower(q, k, v):
-        return xla_attention(q, k, v, segment_ids_BT, FULL, block_tokens=_BLOCK_TOKENS)
-
+    slower = functools.partial(
+        xla_attention, segments=segment_ids_BT, kind=FULL, block_tokens=_BLOCK_TOKENS
+    )
     return jax.lax.cond(fits, kernel, slower, q_BTQH, k_BTKH, v_BTKH)
 
 

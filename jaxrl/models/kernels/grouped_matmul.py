@@ -43,19 +43,6 @@ def _is_installed() -> bool:
     return _OLDEST <= tuple(map(int, version.split(".")[:3])) < _UNTRIED
 
 
-@contextlib.contextmanager
-def _compiling_for(device: Any) -> Any:
-    """Traces kernels for a device, with the sizes of tiles that they choose by shapes alone."""
-    import tokamax  # pyright: ignore
-
-    # tokamax takes the kind of GPU from the default device. When one compiles for a GPU that is not here, the
-    # default device is another. Its table of measured sizes warns about every shape that is not in it.
-    is_here = jax.devices()[0].device_kind == device.device_kind
-    chosen = contextlib.nullcontext() if is_here else jax.default_device(device)
-    with chosen, tokamax.config.ignore_autotuning_cache(True):  # pyright: ignore
-        yield
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmul(
     x_MK: jax.Array,
@@ -82,11 +69,6 @@ def grouped_matmul(
     return _product(x_MK, weight_GKN, rows_G, device, implementation, numbers)
 
 
-def _forward(x_MK, weight_GKN, rows_G, device, implementation):
-    out_MN = grouped_matmul(x_MK, weight_GKN, rows_G, device, implementation)
-    return out_MN, (x_MK, weight_GKN, rows_G)
-
-
 def _backward(device, implementation, saved, d_out_MN):
     x_MK, weight_GKN, rows_G = saved
     product = functools.partial(_product, rows=rows_G, device=device, implementation=implementation)
@@ -98,7 +80,7 @@ def _backward(device, implementation, saved, d_out_MN):
     )
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(lambda *of: (grouped_matmul(*of), of[:3]), _backward)
 
 
 def _product(
@@ -119,6 +101,7 @@ def _product(
     if implementation == "xla":
         return jax.lax.ragged_dot_general(left, right, rows, dimensions)
 
+    import tokamax  # pyright: ignore
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu import PallasMosaicGpuRaggedDot  # pyright: ignore
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config  # pyright: ignore
 
@@ -127,7 +110,12 @@ def _product(
     kernel = PallasMosaicGpuRaggedDot(config=Config(**(_OF_ROWS if group else _TILES)))
 
     def grouped_matmul(left: jax.Array, right: jax.Array, rows: jax.Array) -> jax.Array:
-        with _compiling_for(device):
+        # tokamax takes the kind of GPU from the default device. When one compiles for a GPU that is not
+        # here, the default device is another. Its table of measured sizes warns about every shape that is
+        # not in it; without it tiles are chosen by shapes alone.
+        is_here = jax.devices()[0].device_kind == device.device_kind
+        chosen = contextlib.nullcontext() if is_here else jax.default_device(device)
+        with chosen, tokamax.config.ignore_autotuning_cache(True):  # pyright: ignore
             return kernel(
                 *(left, right),
                 group_sizes=rows,

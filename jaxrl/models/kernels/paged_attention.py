@@ -275,10 +275,7 @@ def paged_attention_gpu(
 
 
 def _gpu_call(
-    pages: _Pages,
-    table_NSP: jax.Array,
-    block: int,
-    interpret: bool,
+    pages: _Pages, table_NSP: jax.Array, block: int, interpret: bool
 ) -> Callable[..., Any]:
     """The kernel, with one grid step per pair, tile of queries and part of the row's pages."""
     N, G, H = pages.q_NGH.shape

@@ -77,10 +77,7 @@ def splash_attention(
             interpret=interpret,
         )
 
-        def row(q_QTH, k_KTH, v_KTH, segment_ids_T) -> Any:
-            return kernel(q_QTH, k_KTH, v_KTH, splash.SegmentIds(segment_ids_T, segment_ids_T))
-
-        return jax.vmap(row)
+        return jax.vmap(lambda q, k, v, ids_T: kernel(q, k, v, splash.SegmentIds(ids_T, ids_T)))
 
     square = (T + pad, T + pad)
     attend = masked_by(splash.CausalMask(square))
