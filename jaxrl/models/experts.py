@@ -411,12 +411,13 @@ def _gradients_of_tiles(
     return d_x, jax.tree.map(lambda one: add(one.astype(whose.dtype)), d_tiles)
 
 
-_TILES = _Way(
-    lambda x_ntD, weights, expert_n, activation: _rows_in_tiles(
-        x_ntD, _of_tiles(weights, expert_n), activation
-    ),
-    _gradients_of_tiles,
-)
+def _apply_tiles(
+    x_ntD: jax.Array, weights: ExpertWeights, expert_n: jax.Array, activation: str
+) -> jax.Array:
+    return _rows_in_tiles(x_ntD, _of_tiles(weights, expert_n), activation)
+
+
+_TILES = _Way(_apply_tiles, _gradients_of_tiles)
 
 
 def _named(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

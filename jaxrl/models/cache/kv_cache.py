@@ -215,9 +215,9 @@ def put_token(cache: Any, new: Any, place: jax.Array) -> Any:
     if isinstance(cache, DeltaState):
         return new
 
-    put = lambda old, new, axes: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
-        old, new, place, axes.index("length")
-    )
+    def put(old, new, axes):
+        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))
+
     axes = cache_axes(cache)
     return moved_as_bits(lambda cache, new: jax.tree.map(put, cache, new, axes), cache, new)
 

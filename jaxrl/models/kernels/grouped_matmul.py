@@ -80,7 +80,12 @@ def _backward(device, implementation, saved, d_out_MN):
     )
 
 
-grouped_matmul.defvjp(lambda *of: (grouped_matmul(*of), of[:3]), _backward)
+def _forward(x_MK, weight_GKN, rows_G, device, implementation):
+    out_MN = grouped_matmul(x_MK, weight_GKN, rows_G, device, implementation)
+    return out_MN, (x_MK, weight_GKN, rows_G)
+
+
+grouped_matmul.defvjp(_forward, _backward)
 
 
 def _product(
