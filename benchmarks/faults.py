@@ -264,6 +264,8 @@ class Network:
 
     def __exit__(self, *exception: object) -> None:
         for i in self._hosts:
+            # A namespace goes on while sockets have something to send, and its link with it.
+            subprocess.run(["ip", "link", "del", self._name(i)], check=False)
             subprocess.run(["ip", "netns", "del", self._name(i)], check=False)
         subprocess.run(["ip", "link", "del", "faults"], check=False)
 
