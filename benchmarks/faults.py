@@ -3,7 +3,7 @@
     python benchmarks/faults.py --record benchmarks/results/2026-11-25-faults.md    # both of these
     python benchmarks/faults.py kill --rounds 8
     python benchmarks/faults.py damage
-    python benchmarks/faults.py --hosts 4 [--rounds 20]
+    python benchmarks/faults.py --hosts 4 [--rounds 20] [--cut]
 
 All train DAPO on a task that a two-layer model learns in seconds (repeat a digit).
 
@@ -17,6 +17,8 @@ finished run is given as well. Anything else is counted as wrong, and the status
 `--hosts` starts the run in as many processes of two devices, one to learn and one to sample. One of them,
 each in turn, kills itself with SIGKILL at a moment of `MOMENTS`, each in turn. All others must end within
 60 s with status 75 and name it, and the same command goes on. At last rows are those of an undisturbed run.
+With `--cut` each process has a network namespace of its own, and is not killed: its network is cut at that
+moment, so that nothing arrives from it or at it any more. It has to end by itself, too.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import datetime
 import io
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
@@ -237,12 +240,75 @@ def get_config():
 """
 
 
-class HostsRun(Run):
-    """The command in several processes."""
+class Network:
+    """Hosts with a network namespace and a name each, joined by a bridge. A context manager, for root."""
 
-    def __init__(self, work: pathlib.Path, name: str, hosts: int, steps: int, **settings: object):
+    def __init__(self, num_hosts: int, work: pathlib.Path):
+        self._hosts = range(num_hosts)
+        self._names = work / "hosts"
+        lines = [f"{self.address(i)} {self._name(i)}" for i in self._hosts]
+        self._names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+    def __enter__(self) -> Network:
+        self._ip("link add faults type bridge")
+        self._ip("link set faults up")
+        for i in self._hosts:
+            name = self._name(i)
+            self._ip(f"netns add {name}")
+            self._ip(f"link add {name} type veth peer name eth0 netns {name}")
+            self._ip(f"link set {name} master faults up")
+            self._ip(f"-n {name} link set lo up")
+            self._ip(f"-n {name} link set eth0 up")
+            self._ip(f"-n {name} addr add {self.address(i)}/24 dev eth0")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for i in self._hosts:
+            # A namespace goes on while sockets have something to send, and its link with it.
+            subprocess.run(["ip", "link", "del", self._name(i)], check=False)
+            subprocess.run(["ip", "netns", "del", self._name(i)], check=False)
+        subprocess.run(["ip", "link", "del", "faults"], check=False)
+
+    def address(self, host: int) -> str:
+        return f"10.97.0.{host + 1}"
+
+    def on(self, host: int) -> list[str]:
+        """What a command begins with that runs on a host, in one process."""
+        # The mount is that of `ip netns exec`, which has a mount namespace of its own.
+        script = (
+            f'hostname {self._name(host)} && mount --bind {self._names} /etc/hosts && exec "$@"'
+        )
+        enter = ["ip", "netns", "exec", self._name(host), "unshare", "--uts"]
+        return [*enter, "sh", "-c", script, "sh"]
+
+    def cut(self, host: int) -> None:
+        """Neither end notices: packets are lost, as behind a broken switch."""
+        self._ip(f"link set {self._name(host)} nomaster")
+
+    def join(self, host: int) -> None:
+        self._ip(f"link set {self._name(host)} master faults")
+
+    def _name(self, host: int) -> str:
+        return f"faults{host}"
+
+    def _ip(self, arguments: str) -> None:
+        subprocess.run(["ip", *arguments.split()], check=True)
+
+
+class HostsRun(Run):
+    """The command in several processes, each on a host of `network` if there is one."""
+
+    def __init__(
+        self,
+        work: pathlib.Path,
+        name: str,
+        hosts: int,
+        steps: int,
+        network: Network | None,
+        **settings: object,
+    ):
         super().__init__(work, name, **settings)
-        self.steps = steps
+        self.steps, self.network = steps, network
         self.hosts, self.logs = hosts, work / f"{name}.logs"
         self.recipe = work / "pools.py"
         recipe = str(ROOT / "configs/dapo_tiny.py")
@@ -251,15 +317,20 @@ class HostsRun(Run):
     def start_all(
         self, cache: pathlib.Path, victim: int | None = None, moment: str = "", delay_s: float = 0.0
     ) -> list[subprocess.Popen]:
-        """Starts all processes; one of them dies a moment after it has entered where `MOMENTS` says."""
+        """Starts all processes; one of them dies a moment after it has entered where `MOMENTS` says.
+
+        With a network it lives, and leaves the file `self.cut`.
+        """
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir()
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
-            address = f"localhost:{probe.getsockname()[1]}"
+            first = self.network.address(0) if self.network else "localhost"
+            address = f"{first}:{probe.getsockname()[1]}"
         processes = []
         for number in range(self.hosts):
-            dies = [f"{moment},{delay_s}"] if number == victim else [""]
+            file = self.cut if self.network else ""
+            dies = [f"{moment},{delay_s},{file}"] if number == victim else [""]
             arguments = ["--config", str(self.recipe), *self.arguments(self.steps)[2:]]
             arguments += [f"--config.hosts.coordinator={address}"]
             arguments += [f"--config.hosts.num_processes={self.hosts}"]
@@ -274,12 +345,34 @@ class HostsRun(Run):
             }
             with (self.logs / str(number)).open("w") as log:
                 command = [sys.executable, __file__, "process", *dies, *arguments]
+                command = [*(self.network.on(number) if self.network else ()), *command]
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         return processes
 
+    @property
+    def cut(self) -> pathlib.Path:
+        return self.logs / "cut"
+
+    def lose(self, victim: int, processes: Sequence[subprocess.Popen]) -> None:
+        """Waits until the process is dead, or until its network is to be cut, and cuts it."""
+        lost = processes[victim]
+        while lost.poll() is None and not self.cut.exists():
+            time.sleep(0.02)
+        if lost.poll() != (None if self.network else -signal.SIGKILL):
+            raise SystemExit(f"process {victim} did not come to its moment: {_last_lines(self)}")
+        if self.network:
+            self.network.cut(victim)
+
 
 def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
-    """Markdown about runs of which processes were killed, and whether all went well."""
+    """Markdown about runs of which processes were killed or cut off, and whether all went well."""
+    with Network(args.hosts, work) if args.cut else contextlib.nullcontext() as network:
+        return _lose_hosts(args, work, network)
+
+
+def _lose_hosts(
+    args: argparse.Namespace, work: pathlib.Path, network: Network | None
+) -> tuple[str, bool]:
     cache = args.cache or work / "cache"
     # A start makes at most one step before it dies.
     steps = args.rounds + 2
@@ -291,47 +384,56 @@ def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]
         "rollout.prefill_prompts": 2 * args.hosts,
         "train.rows": args.hosts,
     }
-    whole = HostsRun(work, "whole", args.hosts, steps, **settings)
+    whole = HostsRun(work, "whole", args.hosts, steps, network, **settings)
     started_s = time.monotonic()
     if any(process.wait() for process in whole.start_all(cache)):
         raise SystemExit(f"the undisturbed run failed: {_last_lines(whole)}")
     seconds = time.monotonic() - started_s
     print(f"undisturbed: {seconds:.0f} s", flush=True)
-    run = HostsRun(work, "killed", args.hosts, steps, **settings)
+    run = HostsRun(work, "lost", args.hosts, steps, network, **settings)
     rng = random.Random(args.seed)
-    lines = ["| killed | process | last row | the others end after s, with | named |"]
-    lines += ["|---|---|---|---|---|"]
+    head = ["cut off" if network else "killed", "process", "last row"]
+    head += ["the others end after s, with", "named", *(["itself"] if network else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     wrong = 0
     for kills in range(args.rounds):
         moment = list(MOMENTS)[kills % len(MOMENTS)]
         # Other processes at a moment in each turn of all moments.
         victim = (kills + kills // len(MOMENTS)) % args.hosts
         processes = run.start_all(cache, victim, moment, rng.uniform(0, 0.3))
-        lost = processes[victim]
-        if lost.wait() != -signal.SIGKILL:
-            raise SystemExit(f"process {victim} did not come to {moment}: {_last_lines(run)}")
-        killed_s = time.monotonic()
-        others = [process for process in processes if process is not lost]
-        while any(p.poll() is None for p in others) and time.monotonic() - killed_s < 120:
+        run.lose(victim, processes)
+        lost_s = time.monotonic()
+        ended_s = dict.fromkeys(range(args.hosts), math.inf)
+        while math.inf in ended_s.values() and time.monotonic() - lost_s < 120:
             time.sleep(0.1)
-        ended_s = time.monotonic() - killed_s
-        for process in others:
+            for number, process in enumerate(processes):
+                if process.poll() is not None:
+                    ended_s[number] = min(ended_s[number], time.monotonic() - lost_s)
+        for process in processes:
             process.kill()
+        itself = f"{ended_s.pop(victim):.1f}, {processes[victim].wait()}"
+        last_s = max(ended_s.values())
+        others = [process for number, process in enumerate(processes) if number != victim]
         statuses = sorted({process.wait() for process in others})
         texts = [(run.logs / str(i)).read_text() for i in range(args.hosts) if i != victim]
         named = sum(f"error: process {victim} (host" in text for text in texts)
-        good = statuses == [EXIT_TRY_AGAIN] and named == len(others) and ended_s <= 60
+        good = statuses == [EXIT_TRY_AGAIN] and named == len(others) and last_s <= 60
+        if network:
+            network.join(victim)
+            good &= itself.endswith(f" {EXIT_TRY_AGAIN}")
         wrong += not good
         rows = [f"{stage} {found[-1]['step']}" for stage, found in run.rows().items() if found]
         status = ", ".join(map(str, statuses))
-        row = (moment, victim, (rows or ["none"])[-1], f"{ended_s:.1f}, {status}")
-        lines.append(f"| {' | '.join(map(str, row))} | {named} of {len(others)} |")
+        row = (moment, victim, (rows or ["none"])[-1], f"{last_s:.1f}, {status}")
+        row += (f"{named} of {len(others)}", *([itself] if network else []))
+        lines.append(f"| {' | '.join(map(str, row))} |")
         print(lines[-1] + ("" if good else f" WRONG: {_last_lines(run)}"), flush=True)
     statuses = {process.wait() for process in run.start_all(cache)}
     same = statuses == {0} and run.rows() == whole.rows()
     summary = (
-        f"{args.rounds} kills in one run of {run.steps} steps in {args.hosts} processes, {seconds:.0f} s "
-        f"undisturbed; {wrong} answered wrong. Rows of the whole run: {'the same' if same else 'OTHERS'}."
+        f"{args.rounds} {'cuts' if network else 'kills'} in one run of {run.steps} steps in {args.hosts} "
+        f"processes, {seconds:.0f} s undisturbed; {wrong} answered wrong. Rows of the whole run: "
+        f"{'the same' if same else 'OTHERS'}."
     )
     return "\n".join(["## Lost hosts", "", summary, "", *lines]), same and not wrong
 
@@ -341,16 +443,25 @@ def _last_lines(run: HostsRun) -> str:
 
 
 def process_that_dies(moment: str, arguments: Sequence[str]) -> int:
-    """`jaxrl train`, which kills itself; `moment` is "NAME,SECONDS" of `MOMENTS`, or "" to live."""
+    """`jaxrl train`, which kills itself, or leaves a file if it is to be cut off.
+
+    `moment` is "NAME,SECONDS,FILE" with a name of `MOMENTS`, or "" to live.
+    """
     if not moment:
         return cli.run("train", ["train", *arguments])
-    name, _, delay_s = moment.partition(",")
+    name, delay_s, file = moment.split(",")
     wanted, times = MOMENTS[name]
     entered = itertools.count(1)
 
+    def end() -> None:
+        if file:
+            pathlib.Path(file).touch()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def enter(name: str) -> None:
         if name.rpartition(", ")[-1] == wanted and next(entered) == times:
-            threading.Timer(float(delay_s), os.kill, [os.getpid(), signal.SIGKILL]).start()
+            threading.Timer(float(delay_s), end).start()
 
     def watched(function: Callable, name: str) -> Callable:
         def call(*args, **options):
@@ -514,6 +625,9 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=("kill", "damage"), help="both by default")
     parser.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
     parser.add_argument("--hosts", type=int, help="processes of a run of which each is killed")
+    parser.add_argument(
+        "--cut", action="store_true", help="--hosts: cut networks, not kill (Linux, as root)"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="kill, --hosts: kills in all")
     parser.add_argument(
         "--cache",

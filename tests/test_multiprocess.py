@@ -25,6 +25,8 @@ from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).parents[1]
+# On a busy machine a start takes minutes.
+_PATIENCE_S = 600
 MORE_SETTINGS = {
     "name": "tiny",
     "mesh.train": "1-2-2",
@@ -72,7 +74,7 @@ def start(recipes: list[pathlib.Path], *options: str) -> contextlib.AbstractCont
 
 def finish(processes: list[subprocess.Popen], status: int = 0) -> list[tuple[str, str]]:
     """(stdout, stderr) of each; they end with `status`."""
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate(timeout=_PATIENCE_S) for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == status, "\n".join(errors[-3000:] for _, errors in outputs)
     return outputs
@@ -93,6 +95,17 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     recipe = write_recipe(folder)
     return folder, run([recipe, recipe])
+
+
+FIVE_STEPS = {"run.num_steps": 5, "evaluation.every": 5, "run.rollouts_every": 1}
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    """The folder of a run of two processes that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("five")
+    run([write_recipe(folder, **FIVE_STEPS)] * 2)
+    return folder
 
 
 def check_equal(two: pathlib.Path, one: pathlib.Path, stage: str) -> None:
@@ -267,7 +280,7 @@ def test_settings_that_differ_end_every_process(tmp_path):
 def wait_for_step(folder: pathlib.Path, processes: list[subprocess.Popen]) -> None:
     """Returns once the first step of reinforcement learning is logged."""
     log = folder / "runs" / "tiny" / "seed0" / "rl" / "metrics.jsonl"
-    until = time.monotonic() + 300
+    until = time.monotonic() + _PATIENCE_S
     while not log.exists() or len(read_metrics(log)) < 2:
         assert time.monotonic() < until and all(p.poll() is None for p in processes)
         time.sleep(0.05)
@@ -296,16 +309,10 @@ def test_a_signal_to_one_process_stops_all_and_the_next_run_goes_on(two, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_supervised_processes_go_on_after_a_kill(tmp_path, lost):
-    once, again = tmp_path / "once", tmp_path / "again"
-    recipes = []
-    for folder in (once, again):
-        folder.mkdir()
-        steps = {"run.num_steps": 5, "evaluation.every": 5, "hosts.lost_after_s": 20.0}
-        recipes.append(write_recipe(folder, **steps))
-    run([recipes[0]] * 2)
-    with start([recipes[1]] * 2, "--supervise") as supervisors:
-        wait_for_step(again, supervisors)
+def test_supervised_processes_go_on_after_a_kill(five, tmp_path, lost):
+    recipe = write_recipe(tmp_path, **FIVE_STEPS | {"hosts.lost_after_s": 20.0})
+    with start([recipe] * 2, "--supervise") as supervisors:
+        wait_for_step(tmp_path, supervisors)
         supervisor = supervisors[lost].pid
         (child,) = (
             pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
@@ -313,24 +320,19 @@ def test_supervised_processes_go_on_after_a_kill(tmp_path, lost):
         os.kill(int(child), signal.SIGKILL)
         for _, errors in finish(supervisors):
             assert "supervisor: ended with status" in errors
-    assert rows_of(again, "rl") == rows_of(once, "rl")
+    assert rows_of(tmp_path, "rl") == rows_of(five, "rl")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_host_that_does_not_come_back_is_done_without(tmp_path, lost):
+def test_a_host_that_does_not_come_back_is_done_without(five, tmp_path, lost):
     """The other one goes on alone, in a layout that the recipe has for one host, to the same samples."""
-    once, again = tmp_path / "once", tmp_path / "again"
     one_host = "mesh.train=1-2-1 mesh.generate=1-1-2-1 mesh.fsdp=1 mesh.simulated_devices=2"
-    fewer = {"hosts.lost_after_s": 20.0, "hosts.fewer": {"1": one_host}, "hosts.fewer_after_s": 5.0}
-    steps = {"run.num_steps": 5, "evaluation.every": 5, "run.rollouts_every": 1}
-    recipes = []
-    for folder in (once, again):
-        folder.mkdir()
-        recipes.append(write_recipe(folder, **steps | (fewer if folder == again else {})))
-    run([recipes[0]] * 2)
-    with start([recipes[1]] * 2, "--supervise") as supervisors:
-        wait_for_step(again, supervisors)
+    # On a busy machine one supervisor starts seconds after the other, which must wait for it.
+    fewer = {"hosts.fewer": {"1": one_host}, "hosts.fewer_after_s": 30.0}
+    recipe = write_recipe(tmp_path, **FIVE_STEPS | fewer | {"hosts.lost_after_s": 20.0})
+    with start([recipe] * 2, "--supervise") as supervisors:
+        wait_for_step(tmp_path, supervisors)
         supervisor = supervisors[lost].pid
         child = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
         # As if the whole host were gone.
@@ -338,13 +340,14 @@ def test_a_host_that_does_not_come_back_is_done_without(tmp_path, lost):
             os.kill(process, signal.SIGKILL)
         ((_, errors),) = finish([supervisors[1 - lost]])
         assert f"hosts [{1 - lost}] of 2 go on without the others" in errors
-    ours, theirs = (rows_of(folder, "rl") for folder in (again, once))
+    ours, theirs = (rows_of(folder, "rl") for folder in (tmp_path, five))
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for row, wanted in zip(ours, theirs, strict=True):
-        for name in wanted:
+        # It compares the devices of a layout.
+        for name in wanted.keys() - {"perf/imbalance"}:
             rtol = 1e-2 if name.endswith("ratio_max_deviation") else 1e-4
             assert_close(row[name], wanted[name], rtol=rtol, scale=1, err_msg=name)
-    kept = [sorted((f / "runs/tiny/seed0/rollouts").glob("step_*")) for f in (again, once)]
+    kept = [sorted((f / "runs/tiny/seed0/rollouts").glob("step_*")) for f in (tmp_path, five)]
     assert len(kept[0]) == len(kept[1]) == 5
     for mine, other in zip(*kept, strict=True):
         tokens = [

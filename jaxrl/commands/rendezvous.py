@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from jaxrl.errors import EXIT_USER_ERROR
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.tracking.durable import write_atomically
 
@@ -75,6 +76,11 @@ class Rendezvous:
         if self._own.state != _ENDED:
             self._path.unlink(missing_ok=True)
 
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts of its last round."""
+        return len(self._own.members)
+
     def end(self, status: int) -> None:
         """Tells those that wait that the run has ended."""
         self._tell(state=_ENDED, status=status)
@@ -84,7 +90,7 @@ class Rendezvous:
 
         Returns:
           The arguments of the training command that differ from those of all hosts; the exit status if the
-          others have ended the run without this host; None if `stopping`.
+          others have ended the run without this host or have refused its round; None if `stopping`.
         """
         self._tell(state=_WAITING)
         present, since_s, left_out = [], 0.0, False
@@ -103,9 +109,11 @@ class Rendezvous:
                 self._say(
                     f"hosts {list(rounds[0].members)} train; this one waits for their next start"
                 )
-            ended = [sign.status for sign in signs.values() if sign.state == _ENDED]
-            if left_out and ended:
-                return ended[0]
+            for sign in (sign for sign in signs.values() if sign.state == _ENDED):
+                same_round = (sign.round, sign.members) == (self._own.round, self._own.members)
+                # A process that refuses its layout may end those of other hosts before they refuse it, too.
+                if left_out or (same_round and sign.status == EXIT_USER_ERROR):
+                    return sign.status
             if not rounds and waiting[0] == me:
                 if len(waiting) == self._hosts.num_processes:
                     enough = len(waiting)

@@ -99,7 +99,7 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, hosts: HostsCo
         stack.enter_context(take_lock(lock))
         child = stack.enter_context(_Child())
         meeting = stack.enter_context(Rendezvous(hosts, folder)) if hosts.fewer else None
-        failures, saved, has_run = 0, _saved(folder), False
+        failures, saved, have_run = 0, _saved(folder), set()
         while True:
             more = meeting.wait(lambda: child.stopping) if meeting else []
             if more is None:
@@ -107,15 +107,19 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, hosts: HostsCo
             if isinstance(more, int):
                 return more
             status = child.run([*command, *more])
+            num_hosts = meeting.num_hosts if meeting else 0
             # A started process that does not find the others, who have not noticed a loss yet, has status 2.
-            lost = status < 0 or status == EXIT_TRY_AGAIN or (has_run and status == EXIT_USER_ERROR)
+            # So has one that refuses its layout, which then has not run before.
+            lost = status < 0 or status == EXIT_TRY_AGAIN
+            lost |= status == EXIT_USER_ERROR and num_hosts in have_run
             if child.stopping or not lost:
                 if meeting and not child.stopping:
                     meeting.end(status)
                 # A signal as a shell tells it.
                 return 128 - status if status < 0 else status
             before, saved = saved, _saved(folder)
-            failures, has_run = 1 if saved != before else failures + 1, True
+            failures = 1 if saved != before else failures + 1
+            have_run.add(num_hosts)
             if failures > _MOST_FAILURES:
                 raise UserError(
                     f"the training process ended {_MOST_FAILURES} times without a new checkpoint, at last "

@@ -242,13 +242,15 @@ class HostWatch:
         return min(self._lost_after_s, 3 * self._every_s) if self._broken else self._lost_after_s
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._every_s):
-            try:
-                self._send(_RUNNING)
-                self._peers.note(self._read(), time.monotonic())
-            except jax.errors.JaxRuntimeError:
-                # The store does not answer. If it stays so, process 0 is lost, since it holds the store.
-                pass
+        exchange, late = threading.Thread(), False
+        while not self._stop.wait(0 if late else self._every_s):
+            if not exchange.is_alive():
+                exchange = self._in_thread(self._exchange)
+            exchange.join(self._every_s)
+            was_late, late = late, exchange.is_alive()
+            if late and not was_late:
+                # Perhaps this process itself was held up.
+                continue
             reason = self._peers.lost(
                 time.monotonic(), silent_s=self._silence_s, failed_s=self._lost_after_s
             )
@@ -258,12 +260,23 @@ class HostWatch:
             return
         self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {REMEDY}")
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._send(_FAILED, reason)
+        self._in_thread(lambda: self._exchange(_FAILED, reason)).join(self._every_s)
         if not self._process:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
         self._end(EXIT_TRY_AGAIN)
+
+    def _in_thread(self, function: Callable[[], None]) -> threading.Thread:
+        """Starts a function that blocks for minutes if the network of this process or of process 0 is cut."""
+        thread = threading.Thread(target=function, name="host-watch-exchange", daemon=True)
+        thread.start()
+        return thread
+
+    def _exchange(self, state: str = _RUNNING, lost: str = "") -> None:
+        # If the store does not answer process 0 is lost, since it holds the store.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._send(state, lost)
+            self._peers.note(self._read(), time.monotonic())
 
     def _send(self, state: str, lost: str = "") -> None:
         with self._lock:

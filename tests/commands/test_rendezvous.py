@@ -87,6 +87,16 @@ def test_one_that_was_left_out_ends_with_the_others(tmp_path):
         assert started(*meetings) == [[], [], []]
 
 
+def test_a_round_that_one_host_refuses_ends_for_all_of_it(tmp_path):
+    with supervisors(tmp_path, 0, 1, 2) as (first, second, third):
+        started(first, second, third)
+        first.end(75)
+        # Another end is that of one host.
+        assert started(second, third) == [arguments(0), arguments(1)]
+        second.end(2)
+        assert third.wait(lambda: False) == 2
+
+
 def test_a_supervisor_that_is_started_again_does_not_join_the_round_that_it_has_lost(tmp_path):
     with supervisors(tmp_path, 0, 1, after_s=0.2) as (first, second):
         assert started(first, second) == [arguments(0), arguments(1)]

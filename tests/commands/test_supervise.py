@@ -1,5 +1,6 @@
 """A supervisor starts a command again after a loss, up to a limit, and never twice at the same time."""
 
+import concurrent.futures
 import os
 import pathlib
 import signal
@@ -10,7 +11,8 @@ import pytest
 from processes import started
 
 from jaxrl import cli
-from jaxrl.commands import supervise
+from jaxrl.commands import rendezvous, supervise
+from jaxrl.commands.rendezvous import Rendezvous
 from jaxrl.commands.supervise import keep_running
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
@@ -70,6 +72,34 @@ def test_it_gives_up_without_progress(tmp_path, monkeypatch):
         ended(tmp_path / "a", "75")
     # Progress counts from the start again.
     assert ended(tmp_path / "b", "75", "75", "save", "75", "75", "0") == (0, 6)
+
+
+@pytest.mark.parametrize(
+    "ends, expected",
+    [
+        # What refuses the settings for one host, as training does, is not tried again.
+        (["75", "2"], (2, 2)),
+        # One that has run with them may come too early.
+        (["75", "75", "2", "0"], (0, 4)),
+    ],
+)
+def test_refused_settings_for_fewer_hosts_end_it(ends, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.02)
+    here, gone = (
+        HostsConfig("127.0.0.1:81", 2, number, fewer={"1": ""}, fewer_after_s=0.5)
+        for number in (0, 1)
+    )
+
+    def start_once() -> list[str] | int | None:
+        with Rendezvous(gone, tmp_path) as other:
+            return other.wait(lambda: False)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(start_once)
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path), *ends]
+        status = keep_running(command, tmp_path, hosts=here)
+    assert first.result() == []
+    assert (status, len((tmp_path / "starts").read_text())) == expected
 
 
 def test_two_supervisors_of_one_process(tmp_path):

@@ -119,6 +119,20 @@ def test_one_that_falls_silent_ends_the_other(capfd):
     assert "start all processes again" in error and error.count("\n") == 1
 
 
+def test_a_store_that_cannot_be_reached_blocks_nobody(capfd):
+    """As when the network of process 0 is cut: nothing is refused, and nothing arrives."""
+    store, ends, cut = Store(), [], threading.Event()
+    with watch_of(store, 0, [], lost_after_s=3), watch_of(store, 1, ends, lost_after_s=3):
+        wait_for(lambda: "jaxrl/signs_of_life/1" in store)
+        time.sleep(1)
+        store.key_value_set = lambda *_, **__: cut.wait()
+        wait_for(lambda: ends)
+        cut.set()
+    assert ends == [EXIT_TRY_AGAIN]
+    named = f"error: process 0 (host {socket.gethostname()}, starting) has given no sign of life"
+    assert named in capfd.readouterr().err
+
+
 def test_process_0_names_the_lost_one_to_all_others(capfd):
     ends = [[], [], []]
     store = Store()
