@@ -120,16 +120,26 @@ def check_equal(two: pathlib.Path, one: pathlib.Path, stage: str) -> None:
             assert_close(ours[name], theirs[name], rtol=rtol, scale=1, err_msg=name)
 
 
-def test_two_processes_fine_tune_as_one(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
+def both(
+    tmp_path: pathlib.Path, processes: int = 2, **settings
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Folders of a run of several processes, of two devices each, and of one with all devices."""
+    one, several, num_devices = tmp_path / "one", tmp_path / "several", 2 * processes
     recipes = []
-    for folder in (one, two):
+    for folder in (one, several):
         folder.mkdir()
-        recipes.append(write_recipe(folder, **{"run.num_steps": 0, "data.evaluation.path": ""}))
-    run([recipes[1]] * 2)
+        recipes.append(write_recipe(folder, **settings))
+    options = f"--config.mesh.simulated_devices={num_devices}"
+    with start([recipes[1]] * processes, options) as children:
+        finish(children)
     config = load_config(Config, str(recipes[0]), {})
-    assert program.train(config, devices=jax.devices()[:4]) == 0
-    check_equal(two, one, "sft")
+    assert program.train(config, devices=jax.devices()[:num_devices]) == 0
+    return several, one
+
+
+def test_two_processes_fine_tune_as_one(tmp_path):
+    settings = {"run.num_steps": 0, "data.evaluation.path": ""}
+    check_equal(*both(tmp_path, **settings), "sft")
 
 
 @pytest.mark.long
@@ -154,14 +164,7 @@ def test_pools_hand_weights_over_between_processes(tmp_path):
         "learn": {"roles": ("actor",), "train": "1-1-2", "generate": "", "fsdp": 2},
         "sample": {"roles": ("rollout",), "train": "1-2-1", "generate": "", "fsdp": 1},
     }
-    one, two = tmp_path / "one", tmp_path / "two"
-    recipes = []
-    for folder in (one, two):
-        folder.mkdir()
-        recipes.append(write_recipe(folder, placement=pools))
-    run([recipes[1]] * 2)
-    config = load_config(Config, str(recipes[0]), {})
-    assert program.train(config, devices=jax.devices()[:4]) == 0
+    two, one = both(tmp_path, placement=pools)
     for stage in ("sft", "rl"):
         check_equal(two, one, stage)
     received = {row["perf/handover_gb"] for row in rows_of(two, "rl")[1:]}
@@ -176,16 +179,7 @@ def test_each_sampling_process_samples_a_part_for_a_learner_apart(tmp_path):
         "sample": {"roles": ("rollout",), "train": "1-2-2", "generate": "", "fsdp": 1},
     }
     settings = {"placement": pools, "hosts.pools_apart": True, "sft.num_steps": 0}
-    one, two = tmp_path / "one", tmp_path / "two"
-    recipes = []
-    for folder in (one, two):
-        folder.mkdir()
-        recipes.append(write_recipe(folder, **settings))
-    with start([recipes[1]] * 3, "--config.mesh.simulated_devices=6") as processes:
-        finish(processes)
-    config = load_config(Config, str(recipes[0]), {})
-    assert program.train(config, devices=jax.devices()[:6]) == 0
-    check_equal(two, one, "rl")
+    check_equal(*both(tmp_path, 3, **settings), "rl")
 
 
 FREE = {
