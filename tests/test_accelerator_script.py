@@ -20,14 +20,15 @@ CHECKS = {
     "A": {
         "versions",
         "roofs",
-        "attention",
+        "attention_kernels",
+        "attention_speed",
         "decode_attention",
         "decode_blocks",
         "experts",
         "same_tokens",
         "tf32",
     },
-    "B": {"update", "decode", "executable", "demo"},
+    "B": {"update", "decode", "decode_unrolled", "executable", "demo"},
 }
 
 

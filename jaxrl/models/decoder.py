@@ -24,11 +24,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies, scan_layers
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
+from jaxrl.models.gates import GATES
 from jaxrl.models.latent_attention import Indexers, LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import STACKS, ModelConfig
 from jaxrl.models.modules import (
-    GATES,
     FeedForward,
     Projection,
     RMSNorm,

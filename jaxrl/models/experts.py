@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.models.gates import GATES
 from jaxrl.models.kernels.grouped_matmul import WIDTH_MULTIPLE, grouped_matmul, runs_on
-from jaxrl.models.modules import GATES
 
 # gate, up, down -> weight, and where there are such, bias, lora_a, lora_b; each has a leading dimension E.
 ExpertWeights = dict[str, dict[str, jax.Array]]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,27 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.compute import Compute
+from jaxrl.models.gates import GATES
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 # Name and size of each dimension. The name None marks a dimension that is never split.
 Dims = tuple[tuple[str | None, int], ...]
-
-# Constants of gpt-oss, the only family with this gate.
-_LIMIT, _SLOPE = 7.0, 1.702
-
-
-def _clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
-    return (up + 1) * gate * jax.nn.sigmoid(_SLOPE * gate)
-
-
-# The gates of feed-forward networks, by the names of `model_config.ACTIVATIONS`:
-# (gate(x), up(x)) -> the input of down
-GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "silu": lambda gate, up: jax.nn.silu(gate) * up,
-    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
-    "clamped_silu": _clamped_silu,
-}
 
 
 def normal(key: jax.Array, dims: Dims, fan_in: int, *, summed: range = range(0)) -> nnx.Param:
