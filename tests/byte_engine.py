@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from closeness import assert_close
 from meshes import mesh_of
+from model_sizes import sized_model
 from tokens import prompts_of
 
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
@@ -18,16 +19,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions
 
-MODEL = ModelConfig(
-    vocab_size=288,
-    num_tokens=258,
-    num_layers=2,
-    d_model=16,
-    d_ff=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
+MODEL = sized_model(288, 2, 16, 32, 4, 2, 8, num_tokens=258)
 CONFIG = EngineConfig(
     slots=8,
     smallest_bucket=8,

@@ -219,14 +219,14 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 45_200,
-    "lines of code of planner/": 4_760,
-    "lines of code of the largest other package": 5_280,
-    "files": 341,
-    "lines of code that trainer/ imports, itself included": 25_180,
-    "files that trainer/ imports, itself included": 191,
-    "settings": 187,
-    "functions per 1,000 lines of code": 85,
+    "lines of code": 44_920,
+    "lines of code of planner/": 4_700,
+    "lines of code of the largest other package": 5_240,
+    "files": 342,
+    "lines of code that trainer/ imports, itself included": 25_110,
+    "files that trainer/ imports, itself included": 192,
+    "settings": 186,
+    "functions per 1,000 lines of code": 82,
     "lines of code of tests per 100 of the package": 90,
 }
 MIN_COMMENT_PERCENT = 4.0

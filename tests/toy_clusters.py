@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+from model_sizes import sized_model
 
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
@@ -46,16 +47,7 @@ def split(p, t, d, fsdp=1, expert=1, context=1, *, p_g=None, t_g=None) -> Parall
 
 def toy_model(layers: int = 2, *, scores: int = 0, width: int = 1026) -> ModelConfig:
     """About 30 million parameters; two or six replicas can share its width, and two split its heads."""
-    return ModelConfig(
-        vocab_size=2048,
-        num_layers=layers,
-        d_model=width,
-        d_ff=4098,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=64,
-        num_scores=scores,
-    )
+    return sized_model(2048, layers, width, 4098, 2, 2, 64, num_scores=scores)
 
 
 def toy_work(**changes) -> Workload:

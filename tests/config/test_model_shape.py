@@ -5,6 +5,7 @@ import types
 
 import jax
 import pytest
+from model_sizes import sized_model
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config, SftConfig
@@ -20,17 +21,7 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.trainer.roles import role_models
 
-STORED = ModelConfig(
-    vocab_size=300,
-    num_layers=2,
-    d_model=32,
-    d_ff=48,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    rope_theta=5e5,
-    tie_embeddings=False,
-)
+STORED = sized_model(300, 2, 32, 48, 2, 1, 16, rope_theta=5e5, tie_embeddings=False)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from closeness import assert_close
 from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
+from model_sizes import sized_model
 from safetensors.numpy import load_file
 
 from jaxrl.errors import UserError
@@ -22,18 +23,9 @@ from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_adapter
 from jaxrl.models.huggingface.weight_table import adapter_table
-from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import LoraConfig
 
-DENSE = ModelConfig(
-    vocab_size=24,
-    num_layers=2,
-    d_model=16,
-    d_ff=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    lora=LoraConfig(rank=3, alpha=6.0),
-)
+DENSE = sized_model(24, 2, 16, 24, 4, 2, 8, lora=LoraConfig(rank=3, alpha=6.0))
 MIXTURE = dataclasses.replace(
     DENSE, qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2
 )

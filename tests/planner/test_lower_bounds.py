@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from model_sizes import sized_model
 from plans import RECIPE, tiny_config
 from slow_values import mostly_slow
 from toy_clusters import toy
@@ -11,7 +12,6 @@ from toy_clusters import toy
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.make_plan import trace_plan
@@ -19,15 +19,7 @@ from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.step_load import load_of
 
-SMALL = ModelConfig(
-    vocab_size=152_064,
-    num_layers=4,
-    d_model=256,
-    d_ff=768,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-)
+SMALL = sized_model(152_064, 4, 256, 768, 8, 4, 32)
 
 
 def programs(config: Config, responses: LengthDistribution | None = None) -> dict[str, Program]:

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
+from model_sizes import sized_model
 from small import actor_on, whole_rows
 
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.planner.compiled.traffic import counted_collectives
 from jaxrl.roles.losses import SUPERVISED
@@ -25,16 +25,7 @@ def compiled_update(actor: Actor, rows: int) -> jax.stages.Compiled:
 
 def peak_bytes(vocab_size: int) -> int:
     """Of an update of 16 rows of 256 tokens, by the compiler."""
-    model = ModelConfig(
-        vocab_size=vocab_size,
-        num_layers=1,
-        d_model=256,
-        d_ff=1024,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        tie_embeddings=True,
-    )
+    model = sized_model(vocab_size, 1, 256, 1024, 8, 4, 32, tie_embeddings=True)
     compiled = compiled_update(actor_on(mesh_of(), model=model, train=TrainConfig(rows=16)), 16)
     memory = compiled.memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -51,16 +42,7 @@ def test_a_vocabulary_of_152k_takes_a_gigabyte_more():
 
 def stepped(train: str, dtype: str, **layout):
     """The loss of a step and how it changes the unembedding, with several chunks of logits on a device."""
-    model = ModelConfig(
-        vocab_size=512,
-        tie_embeddings=False,
-        num_layers=2,
-        d_model=256,
-        d_ff=256,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=64,
-    )
+    model = sized_model(512, 2, 256, 256, 4, 4, 64, tie_embeddings=False)
     actor = actor_on(
         mesh_of(train=train, **layout),
         model=model,
@@ -99,16 +81,7 @@ def test_copies_of_the_unembedding_change_no_step(layout, dtype, rtol):
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 2, "context": 4}, {}])
 def test_the_unembedding_travels_once_for_all_chunks(layout):
     """Sixteen chunks on each of eight devices. Its gradient and the embedding's have V x D values."""
-    model = ModelConfig(
-        vocab_size=4096,
-        tie_embeddings=False,
-        num_layers=1,
-        d_model=64,
-        d_ff=64,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-    )
+    model = sized_model(4096, 1, 64, 64, 4, 4, 16, tie_embeddings=False)
     train = TrainConfig(rows=8, logprob_chunk_tokens=16)
     actor = actor_on(mesh_of(train="1-1-8", **layout), model=model, train=train)
     text = compiled_update(actor, 8).as_text()

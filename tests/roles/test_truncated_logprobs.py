@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
+from model_sizes import sized_model
 from small import actor_on
 from test_policy import (
     EIGHT_DEVICES,
@@ -29,7 +30,6 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.preparation import ReferencePhase
 from jaxrl.dataflows.step_timer import NoTimer
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, policy
 from jaxrl.roles.optimizer import OptimConfig
@@ -195,16 +195,7 @@ def test_the_kl_over_the_vocabulary_is_that_of_whole_distributions():
 @pytest.mark.long
 def test_in_bfloat16_at_a_width_of_256():
     """Where sampler and trainer round differently, few tokens leave the trainer's set."""
-    model = ModelConfig(
-        vocab_size=512,
-        num_layers=2,
-        d_model=256,
-        d_ff=512,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        tie_embeddings=False,
-    )
+    model = sized_model(512, 2, 256, 512, 4, 2, 64, tie_embeddings=False)
     engine = EngineConfig(
         slots=16,
         prefill_prompts=4,

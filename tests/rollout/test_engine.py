@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
+from model_sizes import sized_model
 from plain_pass import plain_logits
 from slow_values import mostly_slow
 from tokens import prompts_of
@@ -20,7 +21,6 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import sampler_shapes
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
@@ -38,16 +38,7 @@ from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts
 
 T, R = 6, 10
-MODEL = ModelConfig(
-    vocab_size=16,
-    num_tokens=14,
-    num_layers=2,
-    d_model=16,
-    d_ff=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
+MODEL = sized_model(16, 2, 16, 32, 4, 2, 8, num_tokens=14)
 BASE = EngineConfig(
     slots=8,
     smallest_bucket=8,
