@@ -251,6 +251,22 @@ def test_stops_settings_and_seeds(client):
     )
 
 
+def test_two_hundred_requests_at_once_are_answered_as_one_by_one(client, server):
+    asks = [
+        {"prompt": f"{'one two ' * (i % 4)}{i}", "seed": i, "max_tokens": 1 + 2 * i}
+        for i in range(20)
+    ]
+    alone = [client.completions.create(**MODEL, **ask).choices[0].text for ask in asks]
+
+    async def all_at_once():
+        async with openai.AsyncOpenAI(**address(server)) as client:
+            calls = [client.completions.create(**MODEL, **asks[i % 20]) for i in range(200)]
+            return await asyncio.gather(*calls)
+
+    answers = asyncio.run(all_at_once())
+    assert [a.choices[0].text for a in answers] == alone * 10
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
