@@ -101,7 +101,7 @@ def engine_config(
         stop_ids=stop_ids,
         context_tokens=config.longest_sequence if rollout.agent else 0,
         # Partial rollout stops all slots at the same dispatch; evaluations then use its programs.
-        apart=not rollout.partial,
+        replicas_apart=not rollout.partial,
         keeps_routes=config.train.replay_routes,
     )
 

@@ -53,7 +53,7 @@ def _offline(
 ) -> RolloutBackend:
     graph = decoder_graph(model)[0]
     engine = Engine(model, graph, mesh, config)
-    groups = replica_groups(mesh) if config.apart else None
+    groups = replica_groups(mesh) if config.replicas_apart else None
     if groups is None or groups.own < 0:
         return OfflineBackend(engine, decode_texts, groups)
     here = groups.meshes[groups.own]

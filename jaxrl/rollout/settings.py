@@ -121,7 +121,7 @@ class EngineConfig(EngineSettings):
     """
     adapter_places: Annotated[int, at_least(0)] = 0
     """Number of places in the stack of adapters that samples choose from (`samples.Start`); 0 without one."""
-    apart: bool = True
+    replicas_apart: bool = True
     """Whether processes with whole replicas sample a batch without the others (`mesh.replica_groups`)."""
     keeps_routes: bool = False
     """Keep the experts that every token of a mixture takes, for `Sample.routes`."""
