@@ -168,9 +168,10 @@ def process(args: argparse.Namespace) -> None:
     clocks, rows = Clocks(), []
     evaluate, record = RlStage.evaluate, RlStage.record
 
+    if args.kind == STOPS:
+        RlStage._beside = None  # pyright: ignore[reportAttributeAccessIssue]
+
     def evaluated(stage, when):
-        if args.kind == STOPS:
-            stage._beside = None
         alone = when != "during" or stage._beside is None
         return (clocks.sampling(evaluate) if alone else evaluate)(stage, when)
 

@@ -188,8 +188,8 @@ class FreeRunning:
         rewards: rewards that score each group.
         schedule: how long the sampler goes on while the learner works.
         groups_per_step: number of groups that a step trains on.
-        prompts_per_batch: largest number of groups of one call of `sample`, of groups in progress, and of
-          finished groups that wait.
+        prompts_per_batch: largest number of groups of one call of `sample`, and of groups in progress; of
+          these and finished ones together twice as many.
         max_staleness: largest number of steps between the weights of a token and the step that trains on it.
         """
         self._generation = generation
@@ -351,12 +351,13 @@ class FreeRunning:
 
     def _may_draw(self, drawn: int) -> bool:
         """Whether another group can be trained on in time, after all that are ahead of it."""
-        if len(self._ready) >= self._prompts_per_batch:
-            return False
+        waiting = len(self._ready) + self._open().num_unfinished + drawn
         # Each step takes at least `groups_per_step` groups, this one besides those that it has taken.
-        taken = min(self._num_taken, self._groups_per_step)
-        ahead = taken + len(self._ready) + self._open().num_unfinished + drawn
-        return ahead < self._groups_per_step * (self._max_staleness + 1)
+        ahead = min(self._num_taken, self._groups_per_step) + waiting
+        in_time = ahead < self._groups_per_step * (self._max_staleness + 1)
+        # Not of the finished ones alone: a sampler that stops for them begins with empty slots again, and the
+        # learner then waits for the longest answers.
+        return in_time and waiting < 2 * self._prompts_per_batch
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """All groups that no step has taken, expected lengths, and the position in the prompts.

@@ -288,12 +288,16 @@ def test_new_prompts_wait_while_the_learner_is_slow():
     assert later.counts["rollout/unfinished_groups"] == 2
 
 
-def test_a_generation_batch_of_finished_groups_is_enough():
-    run = FreeRun(slots=16, groups=2, per_batch=3, G=2, max_staleness=8, mean=5, sigma=0.1)
-    run.step(500)
-    # Three are finished; others were in slots, or about to be, when the third was.
-    waiting = run.sampler.record(run.prompts)["unfinished"]
-    assert 3 <= len(waiting.prompts) <= 3 + 3 and run.rows[0].dispatches < 30
+@pytest.mark.parametrize("per_batch", [2, 3])
+def test_the_sampler_stops_after_two_generation_batches_and_goes_on_when_some_are_taken(per_batch):
+    """Also where a batch is finished and nothing is in the slots, as after the first step."""
+    settings = {"slots": 16, "groups": 2, "G": 2, "max_staleness": 8, "mean": 5, "sigma": 0.1}
+    run = FreeRun(per_batch=per_batch, **settings)
+    for step in range(4):
+        run.step(500)
+        waiting = run.sampler.record(run.prompts)["unfinished"]
+        assert len(waiting.prompts) == 2 * per_batch
+        assert 0 < run.rows[step].dispatches < 30
 
 
 def test_all_slots_are_busy_while_the_learner_works():
