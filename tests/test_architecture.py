@@ -219,11 +219,11 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 44_920,
+    "lines of code": 44_970,
     "lines of code of planner/": 4_700,
     "lines of code of the largest other package": 5_240,
     "files": 342,
-    "lines of code that trainer/ imports, itself included": 25_110,
+    "lines of code that trainer/ imports, itself included": 25_170,
     "files that trainer/ imports, itself included": 192,
     "settings": 186,
     "functions per 1,000 lines of code": 82,
