@@ -160,6 +160,9 @@ class Completions:
       version: B int32 arrays, version of the weights that sampled each token; 0 on tokens that were not
         sampled. All 0 by default.
       of_agents: what agents add; None if the responses are the policy's alone.
+      holder_B: int32, the group of processes (`mesh.replica_groups`) that has a row; -1 if all have it, which
+        is the default. Others know its length alone: its tokens are -1 and its numbers NaN (`with_rows`).
+      fetch: function of `with_rows`; None if all have all rows.
     """
 
     prompts: Prompts
@@ -175,8 +178,12 @@ class Completions:
     routes: tuple[np.ndarray, ...] = ()
     version: tuple[np.ndarray, ...] = ()
     of_agents: AgentRows | None = None
+    holder_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    fetch: Callable[[Completions, np.ndarray], Completions] | None = None
 
     def __post_init__(self):
+        if not len(self.holder_B):
+            object.__setattr__(self, "holder_B", np.full(len(self.tokens), -1, np.int32))
         if not self.version:
             zeros = tuple(np.broadcast_to(np.int32(0), len(tokens)) for tokens in self.tokens)
             object.__setattr__(self, "version", zeros)
@@ -223,6 +230,16 @@ class Completions:
         everything = itertools.chain(map(self.branch, range(len(self))), further)
         return sum(int(((x.version < version) & (x.mask > 0)).sum()) for x in everything)
 
+    def with_rows(self, wanted_B: np.ndarray | bool) -> Completions:
+        """With the rows that this process wants, besides those that it has. Collective.
+
+        Args:
+          wanted_B: bool, another on each process.
+        """
+        return (
+            self if self.fetch is None else self.fetch(self, np.broadcast_to(wanted_B, len(self)))
+        )
+
     @property
     def prompt_index_B(self) -> np.ndarray:
         """The prompt index of each row, int64."""
@@ -246,6 +263,7 @@ class Completions:
             num_samples=self.num_samples,
             routes=routes,
             of_agents=agents,
+            fetch=self.fetch,
         )
 
     @staticmethod
@@ -260,6 +278,7 @@ class Completions:
             num_samples=parts[0].num_samples,
             routes=tuple(itertools.chain(*(p.routes for p in parts))) if has_routes else (),
             of_agents=_joined(agents) if agents else None,
+            fetch=next((p.fetch for p in parts if p.fetch is not None), None),
         )
 
 
@@ -468,7 +487,8 @@ def _joined(parts: Sequence[Rows], **others: Any) -> Rows:
     def join(rows: list[Any]) -> Any:
         if isinstance(rows[0], np.ndarray):
             return np.concatenate(rows)
-        # Joined texts stay unmade unless a part has made its own.
+        # Joined texts stay unmade unless a part has made its own. One without rows has none to make.
+        rows = [part for part in rows if len(part)] or rows[:1]
         if all(isinstance(part, LazyRows) for part in rows):
             return LazyRows(join([part.makers for part in rows]))
         return tuple(itertools.chain(*rows))

@@ -173,13 +173,26 @@ def test_pools_hand_weights_over_between_processes(tmp_path):
 
 @pytest.mark.slow
 def test_each_sampling_process_samples_a_part_for_a_learner_apart(tmp_path):
-    """Process 0 learns; 1 and 2 have a replica of two devices each, and sample without each other."""
+    """Process 0 learns; 1 and 2 have a replica of two devices each, and sample without each other.
+
+    A reward function and kept samples are read by process 0, which has sampled none, entropies by all.
+    """
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "def rule(responses):\n    return [float(tokens.sum() % 7) for tokens in responses.tokens]\n"
+    )
     pools = {
         "learn": {"roles": ("actor",), "train": "1-1-2", "generate": "", "fsdp": 2},
         "sample": {"roles": ("rollout",), "train": "1-2-2", "generate": "", "fsdp": 1},
     }
     settings = {"placement": pools, "hosts.pools_apart": True, "sft.num_steps": 0}
-    check_equal(*both(tmp_path, 3, **settings), "rl")
+    settings["reward.functions"] = {"rule": {"path": f"{rules}:rule", "weight": 0.1}}
+    settings |= {"algorithm.top_entropy_quantile": 0.5, "run.rollouts_every": 1}
+    three, one = both(tmp_path, 3, **settings)
+    check_equal(three, one, "rl")
+    kept = [path / "runs/tiny/seed0/rollouts/step_2.jsonl" for path in (three, one)]
+    ours, theirs = ([json.loads(x) for x in path.read_text().splitlines()] for path in kept)
+    assert [x["completion"] for x in ours] == [x["completion"] for x in theirs]
 
 
 FREE = {

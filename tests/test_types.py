@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.types import Completions, Prompts, Scored
+from jaxrl.types import Completions, LazyRows, Prompts, Scored
 
 ids = st.lists(st.integers(0, 15), min_size=1, max_size=8)
 num_samples = st.integers(1, 5)
@@ -57,6 +57,19 @@ def test_a_part_without_groups_takes_no_routes_away(make_scored):
     routes = tuple(np.full((3, 2, 1), b, np.int16) for b in range(8))
     scored = scored.replace(completions=dataclasses.replace(scored.completions, routes=routes))
     assert_same(Scored.concatenate([scored.take([]), scored]), scored)
+
+
+def test_a_part_without_groups_has_no_texts_made(make_scored):
+    """A grader reads some of them, later and elsewhere."""
+    completions = make_scored([5, 0]).completions
+
+    def read() -> str:
+        raise AssertionError("read")
+
+    texts = LazyRows([read] * len(completions))
+    completions = dataclasses.replace(completions, texts=texts, turns=texts)
+    joined = Completions.concatenate([completions.take([]), completions])
+    assert len(joined.texts) == len(joined.turns) == len(completions)
 
 
 @given(ids=ids, G=num_samples)

@@ -62,6 +62,7 @@ class FunctionReward(RewardTerm):
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
         # On one host: two calls of a user's function might differ, and then the weights of the hosts.
+        completions = completions.with_rows(hosts.is_first())
         scores = hosts.on_first(lambda: self._ask(completions))
         if scores is None:
             self.timer.check_stop()
@@ -128,6 +129,7 @@ class JudgeReward(RewardTerm):
     template: JudgeTemplate
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
+        completions = completions.with_rows(True)
         return judge_scores(completions, template=self.template, sample=self.judge.answer)
 
 
@@ -337,7 +339,7 @@ class Rewards:
             # Other rewards on one host would make other weights there.
             hosts.check_same(
                 f"the rewards of step {self._timer.step + 1}",
-                [scored.correct_B, scored.reward_B, *completions.tokens],
+                [scored.correct_B, scored.reward_B, completions.lengths_B],
             )
             return Sampled(scored, metrics | of_terms)
 

@@ -7,8 +7,8 @@ Example: four processes of four devices each.
     8 (t_g = 8)             0       | 1                 {0, 1} {2, 3}
 
 Replicas need nothing of each other to sample. So each group runs programs of its own, on a mesh of its own
-replicas, and no process waits for another group or plans its work. Afterwards all exchange what they have
-sampled, over the devices.
+replicas, and no process waits for another group or plans its work. Afterwards each gets what it needs of the
+samples of others, over the devices.
 
     D devices, those of a group together   C values of a device
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,11 +83,15 @@ class ReplicaGroups:
             heapq.heappush(loads, (work + float(work_N[n]) * of_device, pieces + of_device, g))
         return group_N
 
-    def gather(self, content: np.ndarray) -> list[np.ndarray]:
-        """The content of each group, int32, on every process. Collective.
+    def gather(
+        self, content: np.ndarray, wanted: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """The content of each group, int32, or what this process wants of it. Collective.
 
         Args:
           content: int32, one-dimensional, of any length; equal in all processes of a group.
+          wanted: ranges of the content of each group, int [K, 2], in their order, without overlaps; they are
+            returned one after another. None is all. Only these take memory.
         """
         num_devices = np.array([mesh.size for mesh in self.meshes])
         ends = np.cumsum(num_devices)
@@ -98,20 +102,32 @@ class ReplicaGroups:
         C = int((-(-sizes // num_devices)).max())
         # Few different sizes, because each is a program.
         step = min(max(1, _MOST_SENT // int(ends[-1])), 1 << C.bit_length())
-        parts = [np.zeros((ends[-1], 0), np.int32)]
+        ranges = [np.array([[0, n]]) for n in sizes] if wanted is None else wanted
+        kept = [np.zeros((r[:, 1] - r[:, 0]).sum(), np.int32) for r in ranges]
         for start in range(0, C, step):
             part_DC = np.zeros((ends[-1], step), np.int32)
             for d in range(num_devices[self.own] if self.own >= 0 else 0):
                 values = content[d * C + start : d * C + min(start + step, C)]
                 part_DC[firsts[self.own] + d, : len(values)] = values
-            parts.append(self._replicated(part_DC)[:, : C - start])
-        all_DC = np.concatenate(parts, axis=1)
-        each = zip(firsts, ends, sizes, strict=True)
-        return [all_DC[first:end].reshape(-1)[:size] for first, end, size in each]
+            all_DC = self._replicated(part_DC)[:, : C - start]
+            for g, first in enumerate(firsts):
+                for d, values in enumerate(all_DC[first : ends[g]]):
+                    _keep(kept[g], ranges[g], values, d * C + start)
+        return kept
 
     def _replicated(self, value_DC: np.ndarray) -> np.ndarray:
         devices = np.array([device for mesh in self.meshes for device in mesh.devices.flat])
         return fetch(put(value_DC, NamedSharding(Mesh(devices, "all"), P("all"))))
+
+
+def _keep(kept: np.ndarray, ranges: np.ndarray, values: np.ndarray, low: int) -> None:
+    """Writes what is wanted of some values, the first at index `low`, to their places in `kept`."""
+    high = low + len(values)
+    ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
+    first, last = np.searchsorted(ranges[:, 1], low, "right"), np.searchsorted(ranges[:, 0], high)
+    for start, stop, end in zip(*ranges[first:last].T, ends[first:last], strict=True):
+        a, b = max(start, low), min(stop, high)
+        kept[end - (stop - a) : end - (stop - b)] = values[a - low : b - low]
 
 
 def replica_groups(

@@ -69,6 +69,10 @@ def pack_completions(
             packing = None
     if packing is None:
         packing = plan(fill_minibatches=fill_minibatches)
+    if completions.fetch is not None:
+        # The quantile is one of all entropies.
+        completions = completions.with_rows(packing.own_B | (top_entropy < 1))
+        rows = _rows_of(completions, trained_B)
     batch = _packed(packing, rows.tokens, rows.logprob, rows.mask, rows.number)
     if completions.routes:
         # -1 on padding, and on the last token of each sequence, which was never run through the model. The

@@ -49,4 +49,4 @@ class GenerativeJudge:
             answers=("",) * len(texts),
             sources=("judge",) * len(texts),
         )
-        return tuple(self.backend.generate(prompts, _GREEDY).texts)
+        return tuple(self.backend.generate(prompts, _GREEDY).with_rows(True).texts)

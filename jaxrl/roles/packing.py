@@ -208,6 +208,11 @@ class Packing:
         """Indices u, m and r of the row of each of some starts."""
         return np.unravel_index(starts // self.shape.tokens, dataclasses.astuple(self.shape)[:3])
 
+    @property
+    def own_B(self) -> np.ndarray:
+        """The sequences in rows that this process fills, bool."""
+        return self.own_R[self.rows(self.starts)[2]]
+
     def _own(self, starts: np.ndarray) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Index, row (u, m, r), and offset in the row, of each of some starts in an own row."""
         rows, offset = np.stack(self.rows(starts), axis=1), starts % self.shape.tokens

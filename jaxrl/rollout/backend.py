@@ -83,7 +83,8 @@ class RolloutBackend(Protocol):
             longest start first. None uses the lengths of the prompts.
 
         Returns:
-          Completions with B = N * G samples, in the order of the prompts.
+          Completions with B = N * G samples, in the order of the prompts. Of those that other processes have
+          sampled this one has the lengths (`Completions.with_rows`).
 
         Raises:
           UserError: a prompt is empty or too long, or this backend does not support an option.

@@ -7,13 +7,15 @@ just finished are handed out. `live` decodes requests that arrive while it runs.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions. In `generate` each group of processes that holds whole replicas decides
-for its own part of the prompts (`mesh.replica_groups`), and afterwards all get all samples.
+for its own part of the prompts (`mesh.replica_groups`), and afterwards all get the lengths of all samples.
 
 N prompts   G samples of each   B = N * G
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveLoop
-from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups, exchange_samples
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups, exchange_lengths, fetch_rows
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
@@ -133,8 +135,12 @@ class OfflineBackend(EngineBackend):
         group_N = each.share_out(expected_or_prompt_lengths(prompts, expected_tokens_N))
         running.add(prompts, expected_tokens_N, starts_N=group_N == each.own)
         self._sample(running, goes_on)
-        exchange_samples(each, running.groups, group_N, version=options.step)
-        return running.groups.rollout().completions
+        exchange_lengths(each, running.groups, group_N, version=options.step)
+        return dataclasses.replace(
+            running.groups.rollout().completions,
+            holder_B=np.repeat(group_N.astype(np.int32), options.num_samples),
+            fetch=functools.partial(fetch_rows, each, self._decode_texts),
+        )
 
     def resume(
         self,

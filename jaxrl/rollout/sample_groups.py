@@ -13,6 +13,8 @@ All samples of a prompt share one prefill.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -33,11 +35,12 @@ from jaxrl.rollout.samples import (
     Rollout,
     Sample,
     Start,
+    Texts,
     UnfinishedGroups,
     completions_of,
     oldest_version,
 )
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions, LazyRows, Prompts
 
 
 class SampleGroups:
@@ -242,10 +245,10 @@ class GroupLoop:
         self.loop.add(requested)
 
 
-def exchange_samples(
+def exchange_lengths(
     groups: ReplicaGroups, samples: SampleGroups, group_N: np.ndarray, *, version: int
 ) -> None:
-    """Gives every process the samples of all. Collective.
+    """Gives the samples of other processes their lengths; `fetch_rows` brings their tokens. Collective.
 
     Args:
       groups: the groups of processes.
@@ -258,31 +261,66 @@ def exchange_samples(
         for g in range(len(groups.processes))
     ]
     own = of_group[groups.own] if groups.own >= 0 else []
-    # In this order: length, or its complement if truncated; what routes there are; tokens, log-probabilities
-    # and entropies of all samples; their routes.
-    lengths = np.array([~len(s) if s.truncated else len(s) for s in own], np.int32)
-    of_tokens = [
-        getattr(s, name).view(np.int32) for name in ("tokens", "logprob", "entropy") for s in own
-    ]
-    routes = [s.routes for s in own if s.routes is not None]
-    shape = np.array(routes[0].shape[1:] if routes else (0, 0), np.int32)
-    flat = np.concatenate([np.zeros(0, np.int16), *(r.reshape(-1) for r in routes)])
-    flat = np.append(flat, np.zeros(len(flat) % 2, np.int16))
-    found = groups.gather(np.concatenate([lengths, shape, *of_tokens, flat.view(np.int32)]))
-    for g, content in enumerate(found):
-        if g == groups.own or not of_group[g]:
+    shape = next((s.routes.shape[1:] for s in own if s.routes is not None), (0, 0))
+    # Of a truncated one the complement of its length.
+    lengths = [~len(s) if s.truncated else len(s) for s in own]
+    for g, content in enumerate(groups.gather(np.array([*shape, *lengths], np.int32))):
+        if g == groups.own:
             continue
-        length_B, shape, rest = np.split(content, [len(of_group[g]), len(of_group[g]) + 2])
-        ends = np.cumsum(np.where(length_B < 0, ~length_B, length_B))
-        token, logprob, entropy, flat = np.split(rest, ends[-1] * np.arange(1, 4))
-        fields = (token, logprob.view(np.float32), entropy.view(np.float32))
-        parts = zip(*(np.split(field, ends[:-1]) for field in fields), strict=True)
-        flat, taken = flat.view(np.int16), 0
-        for sample, length, part in zip(of_group[g], length_B, parts, strict=True):
-            sample.add_decoded(part[0], part[1], part[2], version)
-            sample.finished, sample.truncated = True, bool(length < 0)
-            if shape.any():
-                rows = len(samples.prompts[sample.prompt].tokens[0]) + len(sample) - 1
-                size = rows * int(shape.prod())
-                sample.routes = flat[taken : taken + size].reshape(rows, *shape)
-                taken += size
+        shape, lengths = content[:2].tolist(), content[2:].tolist()
+        for sample, length in zip(of_group[g], lengths, strict=True):
+            sample.finished, sample.truncated = True, length < 0
+            length = ~length if length < 0 else length
+            # Each a single number in memory.
+            nan = np.broadcast_to(np.float32("nan"), length)
+            sample.add_decoded(np.broadcast_to(np.int32(-1), length), nan, nan, version)
+            if shape[0]:
+                rows = len(samples.prompts[sample.prompt].tokens[0]) + length - 1
+                sample.routes = np.broadcast_to(np.int16(-1), (rows, *shape))
+
+
+def fetch_rows(
+    groups: ReplicaGroups,
+    decode_texts: DecodeTexts,
+    completions: Completions,
+    wanted_B: np.ndarray,
+) -> Completions:
+    """`Completions.with_rows` for samples of groups of processes. Collective."""
+    assert completions.of_agents is None, "all processes sample the sessions of agents together"
+    names = ["tokens", "rollout_logprob", "entropy", *(["routes"] if completions.routes else [])]
+    fields = {name: list(getattr(completions, name)) for name in names}
+    words_B = -(-sum(np.array([x.nbytes for x in rows]) for rows in fields.values()) // 4)
+    # A row is its fields one after another, in whole words.
+    content, chosen, ranges = np.zeros(0, np.int32), [], []
+    for g in range(len(groups.processes)):
+        of_group = np.flatnonzero(completions.holder_B == g)
+        ends = np.cumsum(words_B[of_group])
+        starts = ends - words_B[of_group]
+        wanted = wanted_B[of_group] & (g != groups.own)
+        chosen += of_group[wanted].tolist()
+        ranges.append(np.stack([starts, ends], axis=1)[wanted])
+        if g == groups.own:
+            content = np.zeros(words_B[of_group].sum(), np.int32)
+            for b, start in zip(of_group.tolist(), (4 * starts).tolist(), strict=True):
+                row = np.concatenate([x[b].reshape(-1).view(np.uint8) for x in fields.values()])
+                content.view(np.uint8)[start : start + len(row)] = row
+    found = np.concatenate(groups.gather(content, ranges))
+    for b, row in zip(chosen, np.split(found, np.cumsum(words_B[chosen])), strict=False):
+        row = row.view(np.uint8)
+        for rows in fields.values():
+            like = rows[b]
+            rows[b] = row[: like.nbytes].view(like.dtype).reshape(like.shape)
+            row = row[like.nbytes :]
+    made = Texts([fields["tokens"][b] for b in chosen], decode_texts)
+    texts, turns = (
+        [functools.partial(x.__getitem__, b) for b in range(len(completions))]
+        for x in (completions.texts, completions.turns)
+    )
+    for i, b in enumerate(chosen):
+        texts[b], turns[b] = functools.partial(made.text, i), functools.partial(made.turns, i)
+    return dataclasses.replace(
+        completions,
+        **{name: tuple(rows) for name, rows in fields.items()},
+        texts=LazyRows(texts),
+        turns=LazyRows(turns),
+    )

@@ -326,7 +326,7 @@ def completions_of(
 ) -> Completions:
     """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
     tokens = tuple(sample.tokens for sample in samples)
-    made, rows = _Texts(tokens, decode_texts), range(len(tokens))
+    made, rows = Texts(tokens, decode_texts), range(len(tokens))
     routes = [sample.routes for sample in samples if sample.routes is not None]
     return Completions(
         prompts=prompts,
@@ -344,7 +344,7 @@ def completions_of(
     )
 
 
-class _Texts:
+class Texts:
     """Decodes the texts of all samples in one call, at the first access."""
 
     # The processes of a run grade different samples, so each makes only the texts that it reads.

@@ -88,21 +88,22 @@ class KeptRollouts:
         self._write(experience.scored, of_trainer)
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:
-        """Writes the samples of a step that found too few groups; returns the path."""
+        """Writes the samples of a step that found too few groups; returns the path. Collective."""
         return self._write(scored, None)
 
     def _write(self, scored: Scored, of_trainer: tuple[Packing, np.ndarray] | None) -> pathlib.Path:
-        """Writes the rows of the first prompts, in the background while training continues.
+        """Writes the rows of the first prompts, in the background while training continues. Collective.
 
         Args:
           scored: the samples.
           of_trainer: arguments of `logprobs_by_response` for the trainer's log-probabilities.
         """
         step = self._timer.step + 1
+        kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
+        kept = kept.replace(completions=kept.completions.with_rows(hosts.is_first()))
 
         # Called on the writing thread, which also decodes the texts; training does not wait for them.
         def rows() -> Iterator[dict[str, Any]]:
-            kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
             lengths = kept.completions.lengths_B.tolist()
             return sample_rows(
                 kept,

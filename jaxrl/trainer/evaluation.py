@@ -51,7 +51,7 @@ def answered(
         beside(group)
         on_group(group)
 
-    return _scored(sampler.generate(prompts, options, on_group=take), beside)
+    return _scored(sampler.generate(prompts, options, on_group=take).with_rows(True), beside)
 
 
 def _scored(completions: Completions, beside: GroupsBeside) -> Scored:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 from processes import free_port, started
 
-from jaxrl.mesh.replica_groups import ReplicaGroups, replica_groups
+from jaxrl.mesh.replica_groups import ReplicaGroups, _keep, replica_groups
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -93,6 +93,21 @@ def test_no_group_has_more_than_the_mean_and_a_piece(work, num_groups):
     assert loads.max() <= sum(work) / num_groups + max(work)
 
 
+@given(st.data())
+def test_wanted_ranges_are_kept_by_hand(data):
+    """Values of a flat content that arrive in parts; what is wanted of them lies together."""
+    content = np.arange(100, dtype=np.int32)
+    cuts = sorted(
+        data.draw(st.lists(st.integers(0, 100), max_size=12).filter(lambda x: len(x) % 2 == 0))
+    )
+    ranges = np.array(cuts, int).reshape(-1, 2)
+    step = data.draw(st.integers(1, 120))
+    kept = np.zeros((ranges[:, 1] - ranges[:, 0]).sum(), np.int32)
+    for low in range(0, 100, step):
+        _keep(kept, ranges, content[low : low + step], low)
+    assert kept.tolist() == [i for start, stop in ranges.tolist() for i in range(start, stop)]
+
+
 # Six and eight devices of four processes. In the first mesh process 3 has none, and samples nothing.
 PROGRAM = r"""
 import sys
@@ -104,10 +119,12 @@ import numpy as np
 simulate(8, processes=4)
 hosts.start(hosts.HostsConfig(coordinator=sys.argv[1], num_processes=4, process_id=int(sys.argv[2])))
 
+import dataclasses
+import functools
 from jaxrl.mesh import replica_groups as module
-from jaxrl.rollout.sample_groups import SampleGroups, exchange_samples
+from jaxrl.rollout.sample_groups import SampleGroups, exchange_lengths, fetch_rows
 from jaxrl.rollout.sampling import SamplingOptions
-from jaxrl.types import Prompts
+from jaxrl.types import Completions, Prompts
 from meshes import mesh_of
 
 # Small ones, so that several are sent one after another.
@@ -125,10 +142,15 @@ def sampled(sample, keeps_routes):
         length = len(prompts.tokens[sample.prompt]) + size - 1
         sample.routes = random.integers(0, 99, (length, 3, 1)).astype(np.int16)
 
+def texts(tokens):
+    assert all((x >= 0).all() for x in tokens), "read, and not here"
+    return ["".join(map(str, x.tolist())) for x in tokens]
+
 prompts = Prompts(
     ids_N=np.arange(5), tokens=tuple(np.ones(n + 2, np.int32) for n in range(5)),
     texts=("",) * 5, answers=("",) * 5, sources=("",) * 5, extras=({},) * 5,
 )
+me, fields = int(sys.argv[2]), ("tokens", "rollout_logprob", "entropy", "routes")
 for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
     groups = module.replica_groups(mesh_of(layout))
     assert len(groups.processes) == num_groups
@@ -136,24 +158,50 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
     group_N = np.array([0, 1, 0, 0, 1]) if num_groups == 3 else np.zeros(5, int)
     for keeps_routes in (False, True):
         options = SamplingOptions(num_samples=2, seed=0, step=7, temperature=1.0)
-        ours, expected = (SampleGroups(options, list) for _ in range(2))
+        ours, expected = (SampleGroups(options, texts) for _ in range(2))
         for each in (ours, expected):
             for n in each.add(prompts):
                 for sample in each.samples[n]:
                     if each is expected or group_N[n] == groups.own:
                         sampled(sample, keeps_routes)
-        exchange_samples(groups, ours, group_N, version=7)
-        for n in range(5):
-            for a, b in zip(ours.samples[n], expected.samples[n], strict=True):
-                for name in ("tokens", "logprob", "entropy", "version", "routes"):
-                    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-                assert (a.finished, a.truncated) == (True, b.truncated)
+        exchange_lengths(groups, ours, group_N, version=7)
+        holder_B = np.repeat(group_N, 2)
+        expected = expected.rollout().completions
+        found = dataclasses.replace(
+            ours.rollout().completions,
+            holder_B=holder_B, fetch=functools.partial(fetch_rows, groups, texts),
+        )
+        own_B = holder_B == groups.own
+
+        def check(found, order, has_B):
+            assert found.lengths_B.tolist() == expected.lengths_B[order].tolist()
+            assert found.truncated_B.tolist() == expected.truncated_B[order].tolist()
+            for name in ("version", *fields) if keeps_routes else ("version", *fields[:3]):
+                for i, b in enumerate(order):
+                    a, wanted = getattr(found, name)[i], getattr(expected, name)[b]
+                    assert a.shape == wanted.shape and a.dtype == wanted.dtype, name
+                    if has_B[i] or name == "version":
+                        np.testing.assert_array_equal(a, wanted, err_msg=name)
+                    else:
+                        # Nothing in memory, and nothing that could be taken for a sample.
+                        assert a.strides[0] == 0 and not (np.nan_to_num(a, nan=-1) + 1).any(), name
+            for i in np.flatnonzero(has_B):
+                assert found.texts[i] == found.turns[i][0].text == expected.texts[order[i]]
+
+        check(found, np.arange(10), own_B)
+        # Others for each process, none for one of them; after groups were left out and joined.
+        parts = [found.take([4, 0]), found.take([]), found.take([3])]
+        order = np.array([8, 9, 0, 1, 6, 7])
+        wanted_B = np.random.default_rng(me).random(6) < (0 if me == 2 else .6)
+        some = Completions.concatenate(parts).with_rows(wanted_B)
+        check(some, order, own_B[order] | wanted_B)
+        check(some.with_rows(True), order, np.ones(6, bool))
 print("equal", groups.own)
 """
 
 
 @pytest.mark.long
-def test_all_processes_get_all_samples():
+def test_processes_get_the_lengths_of_all_samples_and_the_rows_that_they_want():
     address = f"localhost:{free_port()}"
     commands = [[sys.executable, "-c", PROGRAM, address, str(i)] for i in range(4)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}

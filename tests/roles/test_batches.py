@@ -172,6 +172,34 @@ def test_processes_fill_their_own_rows_of_one_batch(batch, which):
             np.testing.assert_array_equal(y, x)
 
 
+@given(batches(), st.integers(0, 7), st.booleans())
+def test_a_process_asks_for_the_rows_that_it_fills(batch, which, by_entropy):
+    """It has none at first. All are asked for only where the highest entropies of all are searched."""
+    completions, shape, share_prompts, trained_B = batch
+    own_R = np.array([which >> r & 1 for r in range(shape.rows)], bool)
+    options = {"share_prompts": share_prompts, "own_R": own_R}
+    options |= {"trained_B": trained_B, "top_entropy": 0.5 if by_entropy else 1.0}
+    expected, packing = pack_completions(completions, shape, **options)
+    asked = []
+
+    def rows_with(name: str, wanted_B: np.ndarray) -> tuple[np.ndarray, ...]:
+        each = zip(getattr(completions, name), wanted_B, strict=True)
+        return tuple(x if wanted else np.full_like(x, -1) for x, wanted in each)
+
+    def with_rows(absent: Completions, wanted_B: np.ndarray) -> Completions:
+        asked.append(wanted_B.tolist())
+        fields = ("tokens", "rollout_logprob", "entropy")
+        return dataclasses.replace(absent, **{name: rows_with(name, wanted_B) for name in fields})
+
+    nothing = with_rows(completions, np.zeros(len(completions), bool))
+    nothing = dataclasses.replace(nothing, fetch=with_rows)
+    packed, _ = pack_completions(nothing, shape, **options)
+    for x, y in zip(jax.tree.leaves(packed), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+    rows = [start // shape.tokens % shape.rows for start in packing.starts.tolist()]
+    assert asked[1:] == [[by_entropy or bool(own_R[r]) for r in rows]]
+
+
 def test_microbatches_that_nothing_uses_take_no_memory():
     completions = completions_of([3], [[5, 6]], 0)
     shape = PackedShape(minibatches=1, microbatches=4096, rows=2, tokens=8192)
