@@ -289,7 +289,8 @@ def fetch_rows(
     assert completions.of_agents is None, "all processes sample the sessions of agents together"
     names = ["tokens", "rollout_logprob", "entropy", *(["routes"] if completions.routes else [])]
     fields = {name: list(getattr(completions, name)) for name in names}
-    words_B = -(-sum(np.array([x.nbytes for x in rows]) for rows in fields.values()) // 4)
+    bytes_FB = np.array([[x.nbytes for x in rows] for rows in fields.values()], np.int64)
+    words_B = -(-bytes_FB.sum(axis=0) // 4)
     # A row is its fields one after another, in whole words.
     content, chosen, ranges = np.zeros(0, np.int32), [], []
     for g in range(len(groups.processes)):

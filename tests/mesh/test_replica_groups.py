@@ -196,6 +196,7 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
         some = Completions.concatenate(parts).with_rows(wanted_B)
         check(some, order, own_B[order] | wanted_B)
         check(some.with_rows(True), order, np.ones(6, bool))
+        assert len(found.take([]).with_rows(True)) == 0
 print("equal", groups.own)
 """
 
