@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import signal
 import socket
@@ -36,6 +37,9 @@ from jaxrl.trainer.program import training_of
 
 # At most so many devices are simulated in a process, as many as a host of GPUs has.
 _DEVICES_OF_A_HOST = 8
+# glibc keeps less of what compilers have freed: 1.2 GB a process of the 32B recipe, 1.6 without, so that 16
+# of them fit into 22 GB.
+_FRUGAL = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # Settings that the rehearsal gives, layouts among them as it has changed them.
 _OURS = (
     *("mesh.", "placement", "hosts.coordinator", "hosts.num_processes", "hosts.process_id"),
@@ -262,6 +266,7 @@ class Rehearsal:
                         f"--config.hosts.num_processes={self.hosts}",
                         f"--config.hosts.process_id={number}",
                     ],
+                    env={**_FRUGAL, **os.environ},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
