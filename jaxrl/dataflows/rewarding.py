@@ -336,10 +336,12 @@ class Rewards:
             terms = [Term("grader", self._grader_weight, scored.score_B), *others]
             metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)
-            # Other rewards on one host would make other weights there.
+            # Other rewards on one host would make other weights there. Of samples of other processes lengths
+            # alone are known.
+            sampled = completions.tokens if completions.fetch is None else [completions.lengths_B]
             hosts.check_same(
                 f"the rewards of step {self._timer.step + 1}",
-                [scored.correct_B, scored.reward_B, completions.lengths_B],
+                [scored.correct_B, scored.reward_B, *sampled],
             )
             return Sampled(scored, metrics | of_terms)
 

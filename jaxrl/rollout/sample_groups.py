@@ -285,7 +285,14 @@ def fetch_rows(
     completions: Completions,
     wanted_B: np.ndarray,
 ) -> Completions:
-    """`Completions.with_rows` for samples of groups of processes. Collective."""
+    """Brings samples to the processes that want them: `Completions.with_rows`. Collective.
+
+    Args:
+      groups: the groups of processes, of which one has sampled each row.
+      decode_texts: function from token ids to texts.
+      completions: samples of all groups, the same ones on every process.
+      wanted_B: bool, the rows that this process wants.
+    """
     assert completions.of_agents is None, "all processes sample the sessions of agents together"
     names = ["tokens", "rollout_logprob", "entropy", *(["routes"] if completions.routes else [])]
     fields = {name: list(getattr(completions, name)) for name in names}

@@ -94,8 +94,8 @@ def test_no_group_has_more_than_the_mean_and_a_piece(work, num_groups):
 
 
 @given(st.data())
-def test_wanted_ranges_are_kept_by_hand(data):
-    """Values of a flat content that arrive in parts; what is wanted of them lies together."""
+def test_wanted_ranges_lie_together_however_the_content_arrives(data):
+    """Value i of the content is i, so the expected values are the indices of the ranges."""
     content = np.arange(100, dtype=np.int32)
     cuts = sorted(
         data.draw(st.lists(st.integers(0, 100), max_size=12).filter(lambda x: len(x) % 2 == 0))
