@@ -37,8 +37,8 @@ from jaxrl.trainer.program import training_of
 
 # At most so many devices are simulated in a process, as many as a host of GPUs has.
 _DEVICES_OF_A_HOST = 8
-# With these glibc keeps less of what compilers have freed: a process of the 32B recipe has 1.2 GB, 1.6 without.
-# So 16 of them fit into 22 GB.
+# With these glibc keeps less of what compilers have freed: a process of the 32B recipe has 1.2 GB,
+# without them 1.6. So 16 of them fit into 22 GB.
 _FRUGAL = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # Settings that the rehearsal gives, layouts among them as it has changed them.
 _OURS = (
