@@ -220,16 +220,28 @@ def told(folder: pathlib.Path) -> tuple:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("apart", "staleness", "processes"), [(True, 1, 2), (False, 2, 2), (True, 2, 3)]
+    ("apart", "staleness", "processes", "members"),
+    [
+        (True, 1, 2, []),
+        (False, 2, 2, []),
+        (True, 2, 3, []),
+        # Two groups sample without each other: of processes 1 and 2, or of one device of each process.
+        (True, 2, 3, [0, 1]),
+        (False, 1, 2, [0, 1]),
+    ],
 )
-def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, tmp_path):
+def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, members, tmp_path):
     """Pools have processes of their own, or devices of all. The third step has an evaluation beside it."""
     settings = FREE | {"rollout.max_staleness": staleness, "hosts.pools_apart": apart}
     del settings["data.evaluation.path"]
     if apart:
         # The first minibatch, which is the only one, takes its log-probabilities from its own update.
         settings["algorithm.updates_per_step"] = 1
-    if processes == 3:
+    if members:
+        learn, sample = FREE["placement"].values()
+        layout = "1-2-2" if apart else "1-1-2"
+        settings["placement"] = {"learn": learn, "sample": sample | {"train": layout}}
+    elif processes == 3:
         learn, sample = FREE["placement"].values()
         reference = learn | {"roles": ("reference",), "train": "1-2-1", "fsdp": 1}
         settings["placement"] = {"learn": learn, "look": reference, "sample": sample}
@@ -239,6 +251,7 @@ def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, tm
         finish(children)
     rows, samples, schedule = told(tmp_path)
     assert [row.get("val-aux/version") for row in rows] == [None, None, None, 2, None]
+    assert all(json.loads(line)["members"] == members for line in schedule.splitlines())
     before, *rows = rows
     assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
     assert 0 < max(row["rollout/staleness"] for row in rows) <= staleness

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,9 +174,14 @@ class AgentBackend:
         )
 
     def continuous(
-        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+        self,
+        options: SamplingOptions,
+        unfinished: UnfinishedGroups | None = None,
+        *,
+        members: Sequence[int] | None = None,
     ) -> AgentRollout:
         """Sampling that outlives changes of the weights; see `OfflineBackend.continuous`."""
+        del members  # all processes sample the sessions together
         self._keeps_slots = True
         self.keep(unfinished, options)
         return AgentRollout(self, options)
@@ -344,6 +349,8 @@ class AgentBackend:
 
 class AgentRollout:
     """Agents that go on while the weights change; the interface of `continuous.ContinuousRollout`."""
+
+    members = ()
 
     def __init__(self, backend: AgentBackend, options: SamplingOptions):
         """Args: the backend, and any sampling options of the run."""

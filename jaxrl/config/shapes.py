@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.pools import places
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
@@ -100,8 +101,9 @@ def engine_config(
         max_response_tokens=rollout.max_response_tokens,
         stop_ids=stop_ids,
         context_tokens=config.longest_sequence if rollout.agent else 0,
-        # Partial rollout stops all slots at the same dispatch; evaluations then use its programs.
-        replicas_apart=not rollout.partial,
+        # Partial rollout beside a learner stops all slots at the same dispatch; evaluations then use its
+        # programs.
+        replicas_apart=not rollout.partial or places(config.placement, "rollout"),
         keeps_routes=config.train.replay_routes,
     )
 

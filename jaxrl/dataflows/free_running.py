@@ -18,13 +18,16 @@ With several processes each of them runs this thread. Their devices are in both 
 (`hosts.pools_apart`); for a program on devices of other processes JAX does nothing. They agree on:
 
     another dispatch, or read results?   one process of the learner decides, after each dispatch
-    what ends, which prompts come        follows from the tokens of a dispatch, which a process of the sampler
-                                         sends to those that have none of its devices
+    what ends, which prompts come        follows from what sampling processes tell after each dispatch: the
+                                         lengths of samples that have ended (`rollout.decode_loops`)
     verdicts                             each group is graded by one process; sent when a step takes it
 
-Process 0 writes the schedule. All this travels between hosts (`mesh.hosts`), beside the devices, which meet
-in the hand-over alone. All processes make these exchanges, and call programs, in the same order; so a lost
-one keeps the others waiting until they are ended (`mesh.host_watch`).
+Process 0 writes the schedule, with the groups of processes that sample. A run that repeats it makes the same
+groups of its devices, on any number of processes.
+
+All this travels between hosts (`mesh.hosts`), beside the devices, which meet in the hand-over and when tokens
+go to processes that want them (`rollout.fetching`). All processes make these exchanges, and call programs, in
+the same order; so a lost one keeps the others waiting until they are ended (`mesh.host_watch`).
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ from jaxrl.dataflows.samplers import (
 )
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.rollout.backend import OnGroup, SamplingOptions
-from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup, OnFinished
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts
 
@@ -62,12 +65,14 @@ class VersionRow:
       dispatches: number of dispatches.
       drawn: (dispatch, prompt id) of each drawn prompt; the first dispatch of a version is 0.
       restarted: whether the run was resumed from a checkpoint before this version.
+      members: group of each replica of the sampler (`mesh.replica_groups`); () if all sample together.
     """
 
     version: int
     dispatches: int
     drawn: tuple[tuple[int, int], ...]
     restarted: bool = False
+    members: tuple[int, ...] = ()
 
 
 class SamplingSchedule:
@@ -76,10 +81,12 @@ class SamplingSchedule:
     Attributes:
       dispatches: number of dispatches with the version so far; the sampler counts them here.
       drawn: (dispatch, prompt id) of each prompt that the sampler has drawn.
+      members: `VersionRow.members` of the sampler, which sets it.
     """
 
     dispatches: int
     drawn: list[tuple[int, int]]
+    members: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -99,12 +106,16 @@ class SamplingSchedule:
         """Notes that the run was resumed from a checkpoint."""
         self._restarted = True
 
+    def recorded_members(self, version: int) -> tuple[int, ...] | None:
+        """The groups that the sampler has to make for a version; None if it goes by the clock."""
+        return None if self._recorded is None else self._row(self._recorded, version).members
+
     def begin(self, version: int) -> bool:
         """Begins a version of the weights.
 
         Returns:
-          Whether a recorded run was resumed here, and this run was not. The slots must then be left, because
-          they were empty in that run.
+          Whether a recorded run was resumed here, and this run was not. The sampler must then begin as from a
+          checkpoint.
 
         Raises:
           UserError: the recorded run ends before, or was not resumed here and this run was.
@@ -145,7 +156,9 @@ class SamplingSchedule:
         """
         if self._version is None:
             return
-        row = VersionRow(self._version, self.dispatches, tuple(self.drawn), self._was_restarted)
+        row = VersionRow(
+            self._version, self.dispatches, tuple(self.drawn), self._was_restarted, self.members
+        )
         if self._recorded is not None and row != self._recorded[self._version]:
             raise UserError(
                 f"step {self._version + 1} does not repeat the recorded schedule (rollout.schedule): "
@@ -199,8 +212,12 @@ class FreeRunning:
         self._prompts_per_batch = prompts_per_batch
         self._max_staleness = max_staleness
         self._rollout: ContinuousRollout | None = None
+        # Groups of a checkpoint, which the next step goes on with.
+        self._left: UnfinishedGroups | None = None
         self._ready: list[FinishedGroup] = []
         self._beside = rewards.beside()
+        # An evaluation that the next step begins.
+        self._asked: tuple[Prompts, SamplingOptions, OnFinished] | None = None
         self._prompts: PromptSource | None = None
         # The step that is being sampled, the number of groups that it has taken, and its oldest token.
         self._step, self._num_taken, self._staleness = -1, 0, 0
@@ -232,14 +249,14 @@ class FreeRunning:
             if not self._dispatch():
                 return
 
-    def evaluate(self, prompts: Prompts, options: SamplingOptions, on_group: OnGroup) -> None:
+    def evaluate(self, prompts: Prompts, options: SamplingOptions, on_group: OnFinished) -> None:
         """Also answers evaluation prompts, beside the samples of the step that comes and with its weights.
 
         Args:
           prompts, options: the prompts, and how they are sampled.
           on_group: called with each finished group of them.
         """
-        self._open().evaluate(prompts, options, on_group)
+        self._asked = prompts, options, on_group
 
     def finish_evaluation(self) -> Completions:
         """Goes on sampling until all evaluation prompts are answered; their answers.
@@ -252,7 +269,11 @@ class FreeRunning:
 
     def _open(self) -> ContinuousRollout:
         if self._rollout is None:
-            self._rollout = self._generation.actor.continuous(self._generation.current())
+            options, schedule = self._generation.current(), self._schedule
+            left, self._left = self._left, None
+            members = schedule.recorded_members(options.step)
+            self._rollout = self._generation.actor.continuous(options, left, members=members)
+            schedule.members = self._rollout.members
         return self._rollout
 
     def _begin_step(self, step: int) -> dict[str, int]:
@@ -260,9 +281,15 @@ class FreeRunning:
         counts = {"rollout/unfinished_groups": 0, "rollout/dropped_stale_groups": 0}
         if step == self._step:
             return counts
+        if self._schedule.begin(step) and self._rollout is not None:
+            self._left = self._waiting().whole(True)
+            for group in self._ready:
+                self._beside.forget(group.completions)
+            self._ready, self._rollout = [], None
         rollout = self._open()
-        if self._schedule.begin(step):
-            rollout.pause()
+        if self._asked is not None:
+            rollout.evaluate(*self._asked)
+            self._asked = None
         self._step, self._num_taken, self._staleness = step, 0, 0
         oldest = step - self._max_staleness
         counts["rollout/dropped_stale_groups"] += rollout.drop_older(oldest)
@@ -330,7 +357,7 @@ class FreeRunning:
     def _receive(self) -> None:
         """Takes over the groups that have finished, and begins to grade them."""
         for group in self._open().take_finished():
-            self._beside(group.completions)
+            self._beside(group.completions, group.mine)
             self._ready.append(group)
         self._ready.sort(key=lambda group: group.oldest_version)
 
@@ -365,14 +392,17 @@ class FreeRunning:
         Ends the schedule's row of the step, so it is called after every step.
         """
         self._schedule.end()
-        groups = None
-        if self._rollout is not None:
-            # Whether an evaluation has waited for the dispatch in progress then makes no difference.
-            self._rollout.collect()
-            self._receive()
-            ready = [group.samples for group in self._ready]
-            groups = UnfinishedGroups.concatenate([*ready, self._rollout.unfinished()])
+        groups = self._left if self._rollout is None else self._waiting()
         return {"prompts": prompts.state(), "unfinished": groups, **self._generation.record()}
+
+    def _waiting(self) -> UnfinishedGroups:
+        """All groups that no step has taken."""
+        # Whether an evaluation has waited for the dispatch in progress then makes no difference.
+        rollout = self._open()
+        rollout.collect()
+        self._receive()
+        ready = [group.samples for group in self._ready]
+        return UnfinishedGroups.concatenate([*ready, rollout.unfinished()])
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
         """Continues from a record."""
@@ -380,6 +410,4 @@ class FreeRunning:
         self._generation.restore(record)
         self._schedule.restart()
         if (stored := record["unfinished"]) is not None:
-            groups = UnfinishedGroups.of_record(stored)
-            self._rollout = self._generation.actor.continuous(self._generation.current(), groups)
-            self._receive()
+            self._left = UnfinishedGroups.of_record(stored)

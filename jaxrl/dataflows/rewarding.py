@@ -244,11 +244,13 @@ class GroupsBeside:
         default_factory=dict, init=False
     )
 
-    def __call__(self, group: Completions) -> None:
+    def __call__(self, group: Completions, mine: bool | None = None) -> None:
+        """Begins to grade a group. `mine` says whether this process does; None lets them take turns."""
         (key,) = _keys(group)
         assert key not in self._begun, "a batch has each prompt once, by its source and id"
-        mine = hosts.is_turn_of_this(self._next, self.samplers)
-        self._next += 1
+        if mine is None:
+            mine = hosts.is_turn_of_this(self._next, self.samplers)
+            self._next += 1
         self._begun[key] = self.grading.begin(group, mine=mine)
 
     def of(self, completions: Completions) -> list[BegunGrading]:

@@ -217,7 +217,7 @@ def is_turn_of_this(turn: int, processes: Sequence[int] = ()) -> bool:
 
     Args:
       turn: number of the piece, from 0, the same on each of them.
-      processes: the processes, of which this is one; none for all.
+      processes: the processes; none for all.
     """
     processes = processes or range(num_processes())
     return processes[turn % len(processes)] == jax.process_index()

@@ -170,18 +170,20 @@ class Actor(Learner):
         return self.backend.resume(prompts, options, **further)
 
     def continuous(
-        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+        self,
+        options: SamplingOptions,
+        unfinished: UnfinishedGroups | None = None,
+        *,
+        members: Sequence[int] | None = None,
     ) -> ContinuousRollout:
         """Sampling that outlives changes of the weights; the backend must have its own devices.
 
-        Args:
-          options: sampling options.
-          unfinished: groups of an earlier run.
+        Args: as for `OfflineBackend.continuous`.
         """
         assert not self._shares_mesh, "updates take the weights of a sampler on the same devices"
         # Settings with backends that have no such method are refused.
         backend: Any = self.backend
-        return backend.continuous(options, unfinished)
+        return backend.continuous(options, unfinished, members=members)
 
     # Log-probabilities
 

@@ -6,36 +6,30 @@ responses first. `resume` also draws prompts as slots fall free, so that all slo
 just finished are handed out. `live` decodes requests that arrive while it runs.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
-all processes take the same decisions. In `generate` each group of processes that holds whole replicas decides
-for its own part of the prompts (`mesh.replica_groups`), and afterwards all get the lengths of all samples.
+all processes take the same decisions. In `generate` and `continuous` each group of processes that holds whole
+replicas decides for its own part of the prompts (`decode_loops`).
 
 N prompts   G samples of each   B = N * G
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.mesh import hosts
-from jaxrl.mesh.replica_groups import ReplicaGroups
+from jaxrl.mesh.replica_groups import ReplicaGroups, replica_groups
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.backend import (
-    DecodeTexts,
-    More,
-    OnGroup,
-    SamplingOptions,
-    expected_or_prompt_lengths,
-)
+from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
+from jaxrl.rollout.decode_loops import DecodeLoops
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveLoop
-from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups, exchange_lengths, fetch_rows
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
@@ -94,18 +88,18 @@ class OfflineBackend(EngineBackend):
         engine: Engine,
         decode_texts: DecodeTexts,
         groups: ReplicaGroups | None = None,
-        own: Engine | None = None,
     ):
         """Args.
 
         engine, decode_texts: those of `EngineBackend`.
-        groups: groups of processes that sample a batch without each other; None if all sample together.
-        own: engine of this process's group, if it is in one.
+        groups: groups of processes that sample without each other; None if all sample together.
         """
         super().__init__(engine, decode_texts)
-        self._groups, self._own = groups, own
+        self._groups = groups
         if groups is not None:
-            self.samplers = groups.processes[groups.own] if own is not None else ()
+            self.samplers = groups.processes[groups.here[0]] if groups.here else ()
+        # Engines of parts of the mesh.
+        self._engine_of = functools.cache(lambda mesh: engine.of_part(mesh))
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
         # Sampling that outlives a call.
@@ -126,21 +120,11 @@ class OfflineBackend(EngineBackend):
             if on_group is not None:
                 on_group(group)
 
-        if self._groups is None:
-            running = self._start(options)
-            running.add(prompts, expected_tokens_N)
-            self._sample(running, goes_on)
-            return running.groups.rollout().completions
-        running, each = self._start(options, apart=True), self._groups
-        group_N = each.share_out(expected_or_prompt_lengths(prompts, expected_tokens_N))
-        running.add(prompts, expected_tokens_N, starts_N=group_N == each.own)
+        running = self._start(options, replicas=self._groups)
+        running.add(prompts, expected_tokens_N)
         self._sample(running, goes_on)
-        exchange_lengths(each, running.groups, group_N, version=options.step)
-        return dataclasses.replace(
-            running.groups.rollout().completions,
-            holder_B=np.repeat(group_N.astype(np.int32), options.num_samples),
-            fetch=functools.partial(fetch_rows, each, self._decode_texts),
-        )
+        running.loops.agree(on_devices=True)
+        return running.groups.rollout().completions
 
     def resume(
         self,
@@ -162,16 +146,29 @@ class OfflineBackend(EngineBackend):
         return running.groups.rollout()
 
     def continuous(
-        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+        self,
+        options: SamplingOptions,
+        unfinished: UnfinishedGroups | None = None,
+        *,
+        members: Sequence[int] | None = None,
     ) -> ContinuousRollout:
         """Sampling that outlives changes of the weights. `generate` and `resume` pause it.
 
         Args:
           options: sampling options.
           unfinished: groups of an earlier run; finished ones are handed out first.
+          members: group of each replica in a run that is repeated (`ReplicaGroups.members`), () if it had
+            none; None makes groups of this run's processes.
         """
-        groups = SampleGroups(options, self._decode_texts, unfinished)
-        self._lasting = rollout = ContinuousRollout(groups, self._grouped, lambda: self.params)
+        replicas = self._groups
+        if members is not None:
+            replicas = replica_groups(self.mesh, members=members) if members else None
+        self._lasting = rollout = ContinuousRollout(
+            SampleGroups(options, self._decode_texts, unfinished),
+            functools.partial(self._grouped, replicas=replicas),
+            lambda: self.params,
+            members=() if replicas is None else replicas.members,
+        )
         return rollout
 
     def live(self, *, version: int = 0) -> LiveLoop:
@@ -200,47 +197,58 @@ class OfflineBackend(EngineBackend):
         options: SamplingOptions,
         unfinished: UnfinishedGroups | None = None,
         *,
-        apart: bool = False,
+        replicas: ReplicaGroups | None = None,
     ) -> GroupLoop:
         if self._lasting is not None:
             # Both would have slots on the same devices.
             self._lasting.pause()
-        loop = None
-        if apart and self._own is not None:
-            assert self._groups is not None, "its engine is that of a group"
-            params = self._groups.view(self.params)
-            loop = DecodeLoop(
-                self._own, params, self._stops, version=options.step, texts=self._texts
-            )
-        return self._grouped(SampleGroups(options, self._decode_texts, unfinished), options, loop)
+        groups = SampleGroups(options, self._decode_texts, unfinished)
+        return self._grouped(groups, options, replicas=replicas)
 
     def _grouped(
-        self, groups: SampleGroups, options: SamplingOptions, loop: DecodeLoop | None = None
+        self,
+        groups: SampleGroups,
+        options: SamplingOptions,
+        loops: DecodeLoops | None = None,
+        *,
+        replicas: ReplicaGroups | None,
     ) -> GroupLoop:
-        """Some groups in a decode loop, by default in a new one with the current weights."""
-        if loop is None:
-            loop = DecodeLoop(
-                self.engine, self.params, self._stops, version=options.step, texts=self._texts
-            )
-        return GroupLoop(loop, groups, options, self.engine)
+        """Some groups in decode loops, by default in new ones with the current weights."""
+        if loops is None:
+            parts = {0: (self.engine, self.params)}
+            if replicas is not None:
+                parts = {
+                    g: (self._engine_of(replicas.meshes[g]), replicas.view(self.params, g))
+                    for g in replicas.here
+                }
+            made = {
+                g: DecodeLoop(engine, params, self._stops, version=options.step, texts=self._texts)
+                for g, (engine, params) in parts.items()
+            }
+            loops = DecodeLoops(made, replicas, version=options.step)
+        return GroupLoop(loops, groups, options, self.engine)
 
     def _sample(
         self, running: GroupLoop, on_group: OnGroup | None, more: More | None = None
     ) -> None:
         """Samples until `on_group` returns True, or until nothing is left and `more` draws nothing."""
         running.draw(more)
-        groups = running.groups
+        groups, loops = running.groups, running.loops
         finished: list[int] = []
         enough = False
-        while not enough and (running.loop.scheduler.num_unfinished or running.draw(more)):
-            running.loop.begin()
+        while not enough:
+            if not loops.busy:
+                running.draw(more)
+            if not loops.busy:
+                break
+            loops.begin()
             # While the devices decode on, the text of the groups that the dispatch before has finished is
             # made, and then prompts are drawn for samples that can take the next free slots.
             enough = groups.hand_out(finished, on_group)
             if not enough:
                 running.draw(more)
-            finished = running.finish()
-        running.loop.give_tokens()
+            finished = running.ended(loops.finish())
+        loops.give_tokens()
         groups.hand_out(finished, on_group)
         if self.engine.num_drafted:
-            self.metrics = running.loop.speculation.metrics()
+            self.metrics = loops.speculation.metrics()

@@ -52,18 +52,8 @@ def _offline(
     model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
 ) -> RolloutBackend:
     graph = decoder_graph(model)[0]
-    engine = Engine(model, graph, mesh, config)
     groups = replica_groups(mesh) if config.replicas_apart else None
-    if groups is None or groups.own < 0:
-        return OfflineBackend(engine, decode_texts, groups)
-    here = groups.meshes[groups.own]
-    totals = ("slots", "cache_tokens", "prefill_prompts")
-    own = {name: getattr(config, name) * here.size // mesh.size for name in totals}
-    own["prefill_prompts"] = max(1, own["prefill_prompts"])
-    sizes = dataclasses.replace(config, **own)
-    return OfflineBackend(
-        engine, decode_texts, groups, Engine(model, graph, here, sizes, apart=True)
-    )
+    return OfflineBackend(Engine(model, graph, mesh, config), decode_texts, groups)
 
 
 def _named(path: str) -> Build:

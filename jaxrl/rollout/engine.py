@@ -174,6 +174,7 @@ class Engine:
         self.num_drafted = num_drafted(config.speculate, platform_of(mesh))
         self.lists_layers = stages == 1 and _lists_layers(model, mesh, config)
         self.layout = SlotLayout(mesh, self.cache)
+        self._graph = graph
         self._compile(graph)
 
     def _compile(self, graph: nnx.GraphDef) -> None:
@@ -230,6 +231,14 @@ class Engine:
         self.reuse = jax.jit(slots.reuse)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
+
+    def of_part(self, mesh: Mesh) -> Engine:
+        """The engine of some of the replicas, with their part of the slots, for their processes alone."""
+        config, totals = self.config, ("slots", "cache_tokens", "prefill_prompts")
+        sizes = {name: getattr(config, name) * mesh.size // self.mesh.size for name in totals}
+        sizes["prefill_prompts"] = max(1, sizes["prefill_prompts"])
+        config = dataclasses.replace(config, **sizes)
+        return Engine(self.model, self._graph, mesh, config, apart=True)
 
     def fetch(self, results: Any) -> Any:
         """Results of the programs as host arrays."""

@@ -49,6 +49,8 @@ class Sample:
       step: training step that started it. Its sampling keys use this step until it ends.
       finished: whether it is complete; no more tokens are added.
       truncated: whether it ended because it reached the length limit.
+      holder: the group of processes (`mesh.replica_groups`) that has its tokens; -1 if all have them. Others
+        know its length when it is finished; before, one place with the version of its first token.
       session: what the session of an agent has left so far, as JSON (`agents.agent_groups`); its tokens are
         those of all its answers. None for a sample without an agent.
       routes: int16 [T - 1, L, A], experts that each token of prompt and sample but the last took, with the
@@ -74,6 +76,7 @@ class Sample:
         self.step = step
         self.finished = False
         self.truncated = False
+        self.holder = -1
         self.session: dict[str, Any] | None = None
         self.routes: np.ndarray | None = None
         self._pieces: list[_Piece] = []
@@ -122,6 +125,7 @@ class Sample:
         """A copy whose prompt index is `prompt`."""
         moved = Sample(prompt, self.index, self.step)
         moved.finished, moved.truncated = self.finished, self.truncated
+        moved.holder = self.holder
         moved.session, moved.routes = self.session, self.routes
         # The list is copied, its pieces are never changed.
         moved._pieces, moved._count = list(self._pieces), self._count
@@ -142,6 +146,25 @@ class Sample:
         changes = np.flatnonzero(np.diff(version)) + 1
         for run in np.split(np.arange(len(tokens)), changes) if len(tokens) else ():
             self.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Version and number of consecutive tokens of one version, in order."""
+        runs: list[tuple[int, int]] = []
+        for piece in self._pieces:
+            count = len(piece.tokens)
+            if runs and runs[-1][0] == piece.version:
+                count += runs.pop()[1]
+            runs.append((piece.version, count))
+        return runs
+
+    def set_runs(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Replaces its tokens by places of as many, which another process has: -1 and NaN."""
+        self.cut(0)
+        for version, count in runs:
+            # Each a single number in memory.
+            nan = np.broadcast_to(np.float32("nan"), count)
+            self.add_decoded(np.broadcast_to(np.int32(-1), count), nan, nan, version)
 
     def cut(self, count: int) -> None:
         """Removes all tokens after the first `count`."""
@@ -211,11 +234,20 @@ class UnfinishedGroups:
       prompts: N prompts.
       num_samples: number of samples per prompt, G.
       samples: N * G samples, including finished ones, because training needs whole groups.
+      bring: function of `whole`; None if this process has all tokens.
     """
 
     prompts: Prompts
     num_samples: int
     samples: tuple[Sample, ...]
+    bring: Callable[[Sequence[Sample], bool], list[Sample]] | None = None
+
+    def whole(self, wanted: bool) -> UnfinishedGroups:
+        """With the tokens that other processes have, if this process wants them. Collective."""
+        if self.bring is None:
+            return self
+        samples = tuple(self.bring(self.samples, wanted))
+        return dataclasses.replace(self, samples=samples, bring=None)
 
     @property
     def oldest_version_N(self) -> np.ndarray:
@@ -229,7 +261,7 @@ class UnfinishedGroups:
     def take(self, indices: Sequence[int] | np.ndarray) -> UnfinishedGroups:
         """The groups at `indices`, in that order."""
         samples = tuple(s.at(i) for i, n in enumerate(indices) for s in self.group(n))
-        return UnfinishedGroups(self.prompts.take(indices), self.num_samples, samples)
+        return UnfinishedGroups(self.prompts.take(indices), self.num_samples, samples, self.bring)
 
     @staticmethod
     def concatenate(parts: Sequence[UnfinishedGroups]) -> UnfinishedGroups:
@@ -237,10 +269,14 @@ class UnfinishedGroups:
         prompts = Prompts.concatenate([part.prompts for part in parts])
         groups = [part.group(n) for part in parts for n in range(len(part.prompts))]
         samples = tuple(sample.at(i) for i, group in enumerate(groups) for sample in group)
-        return UnfinishedGroups(prompts, parts[0].num_samples, samples)
+        bring = next((part.bring for part in parts if part.bring is not None), None)
+        return UnfinishedGroups(prompts, parts[0].num_samples, samples, bring)
 
     def record(self) -> dict[str, Any]:
-        """All data, exact to the bit, as lists of JSON types and NumPy arrays, for a checkpoint."""
+        """All data, exact to the bit, as lists of JSON types and NumPy arrays, for a checkpoint.
+
+        After `whole`: it has the tokens that are here.
+        """
         # One flat array for a field of all samples, since each array is an entry of the checkpoint: 1,000
         # groups of 16 samples are saved and read in 5 s.
         prompts, samples = self.prompts, self.samples
@@ -323,6 +359,7 @@ def completions_of(
     samples: Sequence[Sample],
     num_samples: int,
     decode_texts: Callable[[Sequence[np.ndarray]], Iterable[str]],
+    fetch: Callable[[Completions, np.ndarray], Completions] | None = None,
 ) -> Completions:
     """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
     tokens = tuple(sample.tokens for sample in samples)
@@ -340,6 +377,8 @@ def completions_of(
         started_B=np.array([sample.step for sample in samples], np.int32),
         # Of all samples or of none, as `Completions` has them.
         routes=tuple(routes) if len(routes) == len(samples) else (),
+        holder_B=np.array([sample.holder for sample in samples], np.int32),
+        fetch=fetch,
         version=tuple(sample.version for sample in samples),
     )
 

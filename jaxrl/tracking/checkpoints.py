@@ -248,6 +248,10 @@ class Checkpoints:
         """
         self.wait()
         self._saving = step
+        # Sampling processes without states tell theirs what they have sampled.
+        record = jax.tree.map(
+            lambda x: x.whole(self._has_states) if isinstance(x, UnfinishedGroups) else x, record
+        )
         if not self._has_states:
             return
         if len(self._active) == 1 < hosts.num_processes():

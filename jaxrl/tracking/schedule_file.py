@@ -79,7 +79,9 @@ def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, Version
         try:
             fields = json.loads(line)
             drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
-            row = VersionRow(drawn=drawn, **fields)
+            # Earlier schedules have none.
+            members = tuple(int(g) for g in fields.pop("members", ()))
+            row = VersionRow(drawn=drawn, members=members, **fields)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}:{number}: not a row of a schedule ({error}); restore the file from a copy"

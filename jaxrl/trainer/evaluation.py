@@ -92,7 +92,7 @@ class Evaluation:
         sampler.evaluate(self._run.evaluation_prompts, self._options, beside)
 
         def finish() -> Metrics:
-            completions = sampler.finish_evaluation()
+            completions = sampler.finish_evaluation().with_rows(True)
             return self._metrics(_scored(completions, beside))
 
         return finish

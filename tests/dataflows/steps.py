@@ -59,8 +59,8 @@ class SamplingPolicy:
         assert expected_tokens_N.shape == (len(prompts),)
         return self.backend.generate(prompts, options, on_group=on_group)
 
-    def continuous(self, options, unfinished=None):
-        return self.backend.continuous(options, unfinished)
+    def continuous(self, options, unfinished=None, *, members=None):
+        return self.backend.continuous(options, unfinished, members=members)
 
     def resume(self, prompts, options, *, more, unfinished, on_group):
         self._note(prompts, options)

@@ -39,6 +39,10 @@ def test_groups_have_whole_replicas_on_processes_of_their_own(train, generate, p
     groups = replica_groups(mesh, lambda device: device.id // 2)
     assert groups is not None
     assert list(groups.processes) == processes
+    # Another run makes the same groups, whatever its own processes are: here this one has all.
+    again = replica_groups(mesh, members=groups.members)
+    assert again is not None and again.meshes == groups.meshes
+    assert again.here == tuple(range(len(processes)))
     assert [[d.id for d in each.devices.flat] for each in groups.meshes] == devices
     for each in groups.meshes:
         assert each.axis_names == mesh.axis_names
@@ -53,17 +57,13 @@ def test_one_group_is_none(train, of_process):
 
 
 def test_a_view_of_the_weights_has_no_copies():
-    # To this process all devices are its own, and it has those of the first group.
+    # All devices are of this process, as where one repeats the schedule of two.
     mesh, own = mesh_of("1-2-2"), mesh_of("1-2-1")
     weights = jax.device_put(np.arange(12.0).reshape(6, 2), NamedSharding(mesh, P("tensor_gen")))
     shards = [s for s in weights.addressable_shards if s.device in own.devices.flat]
     assert len(shards) == 2
-    groups = ReplicaGroups(((0,), (1,)), (own, mesh_of("1-2-1", first=2)), 0)
-
-    class OfGroup:
-        shape, sharding, addressable_shards = weights.shape, weights.sharding, shards
-
-    view = groups.view({"w": OfGroup()})["w"]
+    groups = ReplicaGroups(((0,), (1,)), (own, mesh_of("1-2-1", first=2)), (0, 1), (0, 1))
+    view = groups.view({"w": weights}, 0)["w"]
     np.testing.assert_array_equal(view, weights)
     assert view.sharding.is_equivalent_to(NamedSharding(own, P("tensor_gen")), 2)
     places = [s.data.unsafe_buffer_pointer() for s in view.addressable_shards]
@@ -73,7 +73,10 @@ def test_a_view_of_the_weights_has_no_copies():
 def groups_of(*sizes: int) -> ReplicaGroups:
     firsts = np.cumsum([0, *sizes])
     meshes = (mesh_of(f"1-1-{n}", first=int(a)) for n, a in zip(sizes, firsts, strict=False))
-    return ReplicaGroups(tuple((i,) for i in range(len(sizes))), tuple(meshes), 0)
+    members = np.repeat(np.arange(len(sizes)), sizes).tolist()
+    return ReplicaGroups(
+        tuple((i,) for i in range(len(sizes))), tuple(meshes), tuple(members), (0,)
+    )
 
 
 def test_work_is_shared_out_by_hand():
@@ -83,6 +86,8 @@ def test_work_is_shared_out_by_hand():
     # Pieces of equal or unknown length are dealt out evenly; two devices do twice as many.
     assert groups_of(1, 1).share_out(np.zeros(4)).tolist() == [0, 1, 0, 1]
     assert np.bincount(groups_of(2, 1).share_out(np.ones(9))).tolist() == [6, 3]
+    # Two devices have 6 to do already, and one has 1: it gets 2 more before all have 3 each.
+    assert groups_of(2, 1).share_out(np.ones(3), [6.0, 1]).tolist() == [1, 1, 0]
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 4))
@@ -119,16 +124,38 @@ import numpy as np
 simulate(8, processes=4)
 hosts.start(hosts.HostsConfig(coordinator=sys.argv[1], num_processes=4, process_id=int(sys.argv[2])))
 
-import dataclasses
-import functools
+import types
 from jaxrl.mesh import replica_groups as module
-from jaxrl.rollout.sample_groups import SampleGroups, exchange_lengths, fetch_rows
+from jaxrl.rollout.decode_loops import DecodeLoops
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.types import Completions, Prompts
 from meshes import mesh_of
 
 # Small ones, so that several are sent one after another.
 module._MOST_SENT = 64
+
+# A decode loop in which a dispatch ends every second sample.
+class Loop:
+    def __init__(self, keeps_routes):
+        self.waiting, self.keeps_routes = [], keeps_routes
+        self.scheduler, self.slot_of, self.places = self, self.waiting, 10 * (me + 1)
+
+    @property
+    def num_unfinished(self):
+        return len(self.waiting)
+
+    def add(self, samples):
+        self.waiting += samples
+
+    def finish(self):
+        ended, self.waiting[:] = self.waiting[::2], self.waiting[1::2]
+        for sample in ended:
+            sampled(sample, self.keeps_routes)
+        return [types.SimpleNamespace(sample=sample) for sample in ended]
+
+    def give_ended(self):
+        pass
 
 def sampled(sample, keeps_routes):
     random = np.random.default_rng([sample.prompt, sample.index])
@@ -154,24 +181,45 @@ me, fields = int(sys.argv[2]), ("tokens", "rollout_logprob", "entropy", "routes"
 for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
     groups = module.replica_groups(mesh_of(layout))
     assert len(groups.processes) == num_groups
-    # The last group has sampled nothing.
-    group_N = np.array([0, 1, 0, 0, 1]) if num_groups == 3 else np.zeros(5, int)
+    own = groups.here[0] if groups.here else -1
+    # By hand: each goes where there is least, 9 | 7 1 | 6 2 with three groups, 9 2 1 | 7 6 with two.
+    work = [9.0, 7.0, 6.0, 2.0, 1.0]
+    group_N = np.array([0, 1, 2, 2, 1] if num_groups == 3 else [0, 1, 1, 0, 0])
+    limits = types.SimpleNamespace(max_prompt_tokens=99, max_response_tokens=99)
+    engine = types.SimpleNamespace(config=limits)
     for keeps_routes in (False, True):
         options = SamplingOptions(num_samples=2, seed=0, step=7, temperature=1.0)
         ours, expected = (SampleGroups(options, texts) for _ in range(2))
-        for each in (ours, expected):
-            for n in each.add(prompts):
-                for sample in each.samples[n]:
-                    if each is expected or group_N[n] == groups.own:
-                        sampled(sample, keeps_routes)
-        exchange_lengths(groups, ours, group_N, version=7)
+        for n in expected.add(prompts):
+            for sample in expected.samples[n]:
+                sampled(sample, keeps_routes)
+        loops = DecodeLoops({g: Loop(keeps_routes) for g in groups.here}, groups, version=7)
+        running = GroupLoop(loops, ours, options, engine)
+        running.add(prompts, np.array(work))
+        # Until all have ended, and only then the lengths are told over the devices.
+        ended, dispatches, on_devices = [], 0, keeps_routes
+        while loops.busy if on_devices else loops.num_unfinished:
+            loops.finish()
+            dispatches += 1
+            if not on_devices:
+                ended += running.ended(loops.agree())
+                firsts = [each[0] for each in groups.processes]
+                assert loops.places == sum(10 * (first + 1) for first in firsts)
+                # All begin with the first dispatch.
+                for s in sum(ours.samples.values(), []):
+                    elsewhere = not s.finished and s.holder != own
+                    assert not elsewhere or (len(s), s.oldest_version) == (1, 7)
+        if on_devices:
+            ended = running.ended(loops.agree(on_devices=True))
+        assert sorted(ended) == list(range(5)) and loops.num_unfinished == 0
+        # The same order on all processes.
+        hosts.check_same("the order", [np.array(ended)])
+        # Two to six samples of a group, halved by each dispatch.
+        assert on_devices or dispatches == 3
         holder_B = np.repeat(group_N, 2)
-        expected = expected.rollout().completions
-        found = dataclasses.replace(
-            ours.rollout().completions,
-            holder_B=holder_B, fetch=functools.partial(fetch_rows, groups, texts),
-        )
-        own_B = holder_B == groups.own
+        expected, found = expected.rollout().completions, ours.rollout().completions
+        assert found.holder_B.tolist() == holder_B.tolist()
+        own_B = holder_B == own
 
         def check(found, order, has_B):
             assert found.lengths_B.tolist() == expected.lengths_B[order].tolist()
@@ -197,7 +245,27 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
         check(some, order, own_B[order] | wanted_B)
         check(some.with_rows(True), order, np.ones(6, bool))
         assert len(found.take([]).with_rows(True)) == 0
-print("equal", groups.own)
+
+        # Groups that are not finished, for a checkpoint: the tokens of all samples, wherever they are.
+        ours, alone = (SampleGroups(options, texts) for _ in range(2))
+        loops = DecodeLoops({g: Loop(keeps_routes) for g in groups.here}, groups, version=7)
+        running = GroupLoop(loops, ours, options, engine)
+        running.add(prompts, np.array(work))
+        loops.finish()
+        running.ended(loops.agree())
+        for n in alone.add(prompts):
+            for ours_k, sample in zip(ours.samples[n], alone.samples[n], strict=True):
+                if ours_k.finished:
+                    sampled(sample, keeps_routes)
+        wants = me != 1
+        whole = ours.unfinished().whole(wants)
+        if wants:
+            theirs, wanted = whole.record(), alone.unfinished().record()
+            assert 0 < len(whole.prompts) <= 5 and theirs.keys() == wanted.keys()
+            for name in theirs:
+                np.testing.assert_array_equal(theirs[name], wanted[name], err_msg=name)
+            assert all(s.holder == -1 for s in whole.samples)
+print("equal", own)
 """
 
 

@@ -15,7 +15,10 @@ CASES = {
     "contiguous": {},
     "paged": {"cache": "paged", "cache_tokens": 160},
     "speculation": {"speculate": 3},
+    # Three replicas, as two processes would have them; no pages for all samples at once.
+    "groups": {"layout": ("1-1-3",), "slots": 9, "cache": "paged", "cache_tokens": 3 * 128},
 }
+MEMBERS = {"groups": (0, 1, 0)}
 EVENTS = ("nothing", "other weights", "pause", "checkpoint", "evaluation", "beside", "look")
 
 
@@ -35,7 +38,7 @@ class Source:
     "case",
     [
         "paged",
-        *(pytest.param(case, marks=pytest.mark.long) for case in ("contiguous", "speculation")),
+        *(pytest.param(c, marks=pytest.mark.long) for c in ("contiguous", "speculation", "groups")),
     ],
 )
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -47,7 +50,8 @@ def test_samples_are_those_of_one_call(case, seed, events):
         backend = backend_of(**CASES[case])
         options, draw = OPTIONS.replace(num_samples=G), Source(seed)
         alone = OPTIONS.replace(num_samples=1)
-        rollout, finished = backend.continuous(options), []
+        members = MEMBERS.get(case)
+        rollout, finished = backend.continuous(options, members=members), []
         coming, asked, answered = iter(events), False, []
         while rollout.dispatch(options, draw):
             finished += rollout.take_finished()
@@ -60,13 +64,15 @@ def test_samples_are_those_of_one_call(case, seed, events):
                 backend.generate(prompts_of(seed + 1), alone)
             elif event == "beside" and not asked:
                 asked = True
-                rollout.evaluate(prompts_of(seed + 1), alone, answered.append)
+                rollout.evaluate(
+                    prompts_of(seed + 1), alone, lambda group, _: answered.append(group)
+                )
             elif event == "look":
                 rollout.unfinished()
             elif event == "checkpoint" and not asked:
-                stored = UnfinishedGroups.of_record(rollout.unfinished().record())
+                stored = UnfinishedGroups.of_record(rollout.unfinished().whole(True).record())
                 finished += rollout.take_finished()
-                rollout = backend.continuous(options, stored)
+                rollout = backend.continuous(options, stored, members=members)
         finished += rollout.take_finished()
         if asked:
             answers = rollout.take_evaluation()
