@@ -3,6 +3,7 @@
     python benchmarks/rollout_host.py [--slots 64 1024 4096] [--part PART ...]
 
 dispatch     seconds of the host for each dispatch, around an engine that returns its arrays at once
+hosts        the same for sampling that outlives a step, on one of some hosts with 1,024 slots each
 stops        the same with a stop string, which is looked for in the text of every slot
 texts        turning 2 million tokens into text, one response at a time and in batches
 packing      packing long responses into rows on one of some hosts, as in the first step and as in later ones
@@ -18,13 +19,18 @@ the processor, so that other work on the machine does not count.
 """
 
 import argparse
+import collections
 import contextlib
+import dataclasses
 import functools
+import itertools
+import json
 import random
 import resource
 import statistics
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,15 +39,22 @@ import numpy as np
 from fake_engine import FakeEngine, lognormal_lengths
 
 from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.mesh import hosts
+from jaxrl.mesh.replica_groups import ReplicaGroups
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import RowLimits
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.continuous import ContinuousRollout
+from jaxrl.rollout.decode_loop import DecodeLoop
+from jaxrl.rollout.decode_loops import DecodeLoops
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine_sizes import PageSizes
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
+from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import Completions, Prompts
 
@@ -183,6 +196,117 @@ def report_dispatch(slots: list[int], stop_strings: tuple[str, ...] = ()) -> Ite
             )
 
 
+def report_hosts() -> Iterator[str]:
+    """One row of a table per number of hosts, of which this process is one."""
+    yield "| hosts | dispatches | waited ms, median | 99% | overlapped ms, mean |"
+    yield "|---|---|---|---|---|"
+    for num_hosts in (1, 16, 64, 121):
+        waited, overlapped = free_seconds(num_hosts, slots=1024)
+        median, most = np.percentile(waited, [50, 99]) * 1e3
+        mean = overlapped.mean() * 1e3
+        yield f"| {num_hosts} | {len(waited)} | {median:.2f} | {most:.1f} | {mean:.2f} |"
+
+
+def free_seconds(num_hosts: int, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds that the devices wait for the host in a dispatch with most slots in use, and of other work."""
+    config = EngineConfig(
+        slots=slots,
+        prefill_prompts=32,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_response_tokens=10 * MEAN_TOKENS,
+        stop_ids=(STOP,),
+        smallest_bucket=slots,
+        cache="paged",
+    )
+    engine: Any = FakeEngine(config, lognormal_lengths(MEAN_TOKENS), shards=2)
+    replicas = None
+    if num_hosts > 1:
+        alone: Any = [types.SimpleNamespace(size=8)] * num_hosts
+        processes = tuple((g,) for g in range(num_hosts))
+        replicas = ReplicaGroups(processes, tuple(alone), tuple(range(num_hosts)), (0,))
+    decode = functools.partial(map, lambda tokens: "")
+    options = SamplingOptions(16, seed=0, step=0, temperature=1.0)
+    loop = DecodeLoop(engine, {}, StopSearch(str))
+    loops = DecodeLoops({0: loop}, replicas, version=0)
+    others = OtherHosts(loops, num_hosts)
+    made = GroupLoop(loops, SampleGroups(options, decode), options, engine)
+    rollout = ContinuousRollout(made.groups, lambda *_: made, dict)
+    drawn = itertools.count()
+    prompt = prompts_of(1)
+
+    def draw(places: int, unfinished: int) -> Prompts:
+        some = [
+            dataclasses.replace(prompt, ids_N=np.array([next(drawn)])) for _ in range(0, places, 16)
+        ]
+        return Prompts.concatenate(some)
+
+    fetches: list[tuple[float, float]] = []
+    beside = []
+    with timed_fetches(fetches), others.told():
+        for _ in range(600):
+            before = others.seconds
+            rollout.dispatch(options, draw)
+            rollout.take_finished()
+            beside.append(others.seconds - before)
+        rollout.collect()
+    calls, fetched = np.array([call[:2] for call in engine.calls]), np.array(fetches)
+    waited = calls[1:, 0] - fetched[:-1, 1]
+    overlapped = fetched[:, 0] - calls[:, 1] - np.array(beside)
+    # Without the first ones, in which all slots begin.
+    return waited[200:], overlapped[200:]
+
+
+class OtherHosts:
+    """Hosts that do what this one does: as many of their samples begin and end.
+
+    Attributes:
+      seconds: seconds that it took to make up what they tell.
+    """
+
+    def __init__(self, loops: DecodeLoops, num_hosts: int):
+        self.seconds = 0.0
+        self._loops, self._num_hosts = loops, num_hosts
+        self._seen = 0
+        self._waiting, self._running = (
+            [collections.deque[int]() for _ in range(num_hosts)] for _ in range(2)
+        )
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        gather = hosts.gather
+        hosts.gather = self._gather  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            hosts.gather = gather  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _gather(self, function: Any) -> list[Any]:
+        own = function()
+        before = time.thread_time()
+        for number in range(self._seen, max(self._loops._sample_of, default=-1) + 1):
+            if number in self._loops._sample_of:
+                self._waiting[self._loops._sample_of[number].holder].append(number)
+            self._seen = number + 1
+        ((_, report),) = own
+        places, _, _, begun, *_ = report
+        ended = report[4 + 2 * begun :]
+        reports = [own]
+        for g in range(1, self._num_hosts):
+            told = [places, 0, 0, 0]
+            for _ in range(min(begun, len(self._waiting[g]))):
+                number = self._waiting[g].popleft()
+                told += [number, 0]
+                told[3] += 1
+                self._running[g].append(number)
+            # Each of one version, five integers.
+            for i in range(0, min(len(ended), 5 * len(self._running[g])), 5):
+                told += [self._running[g].popleft(), *ended[i + 1 : i + 5]]
+            reports.append([(g, told)])
+        sent = json.dumps(reports)
+        self.seconds += time.thread_time() - before
+        return json.loads(sent)
+
+
 def report_texts() -> Iterator[str]:
     """Seconds that text takes, and those in which no other thread runs Python."""
     words = [word.strip() for word in words_of(VOCABULARY)]
@@ -205,23 +329,23 @@ def report_texts() -> Iterator[str]:
 
 def report_packing() -> Iterator[str]:
     """Seconds and memory of packing 512 responses for each of some hosts, on one of them."""
-    for hosts in (1, 4, 16):
-        completions = completions_of(512 * hosts, 4000, 20_000)
-        shape = RowLimits(hosts, 22_528, 20_016 + 1).shape(512 * hosts, minibatches=16)
+    for num_hosts in (1, 4, 16):
+        completions = completions_of(512 * num_hosts, 4000, 20_000)
+        shape = RowLimits(num_hosts, 22_528, 20_016 + 1).shape(512 * num_hosts, minibatches=16)
         for name, own_R in (
-            ("own rows", np.arange(hosts) == 0),
-            ("all rows", np.ones(hosts, bool)),
+            ("own rows", np.arange(num_hosts) == 0),
+            ("all rows", np.ones(num_hosts, bool)),
         ):
             seconds, gb = [], 0.0
             for _ in range(3):
                 before, start = resident_gb(), time.thread_time()
-                packed = pack_completions(completions, shape, own_R=own_R, shards=hosts)
+                packed = pack_completions(completions, shape, own_R=own_R, shards=num_hosts)
                 seconds.append(time.thread_time() - start)
                 gb = resident_gb() - before
                 del packed
             yield (
-                f"{hosts} hosts, {completions.lengths_B.sum():,} tokens, {name}: {seconds[0]:.2f} s, later "
-                f"{min(seconds):.2f} s, {gb:.2f} GB"
+                f"{num_hosts} hosts, {completions.lengths_B.sum():,} tokens, {name}: {seconds[0]:.2f} s, "
+                f"later {min(seconds):.2f} s, {gb:.2f} GB"
             )
 
 
@@ -305,11 +429,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 1024, 4096])
-    parts = ("dispatch", "stops", "texts", "packing", "pages", "unfinished")
+    parts = ("dispatch", "hosts", "stops", "texts", "packing", "pages", "unfinished")
     parser.add_argument("--part", choices=parts, nargs="+", default=parts)
     args = parser.parse_args()
     reports = {
         "dispatch": lambda: report_dispatch(args.slots),
+        "hosts": report_hosts,
         "stops": lambda: report_dispatch(args.slots, ("\n\nQuestion:",)),
         "texts": report_texts,
         "packing": report_packing,

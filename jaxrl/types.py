@@ -11,6 +11,7 @@ to train a policy, ValueBatch those to train a critic.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch", bound="PackedBatch")
 Row = TypeVar("Row", covariant=True)
 Rows = TypeVar("Rows", "Prompts", "AgentRows", "Completions", "Scored")
+
+
+def repeated(value: float, count: int, dtype: type) -> np.ndarray:
+    """An array [count] of one value, which is a single number in memory. Read only."""
+    return _endless(value, dtype)[:count]
+
+
+# A slice takes a tenth of the time of `broadcast_to`, which counts with 100,000 samples.
+@functools.lru_cache(256)
+def _endless(value: float, dtype: type) -> np.ndarray:
+    return np.broadcast_to(np.asarray(value, dtype), 2**31)
 
 
 class LazyRows(Sequence[Row]):
@@ -185,13 +197,12 @@ class Completions:
         if not len(self.holder_B):
             object.__setattr__(self, "holder_B", np.full(len(self.tokens), -1, np.int32))
         if not self.version:
-            zeros = tuple(np.broadcast_to(np.int32(0), len(tokens)) for tokens in self.tokens)
+            zeros = tuple(repeated(0, len(tokens), np.int32) for tokens in self.tokens)
             object.__setattr__(self, "version", zeros)
         if not len(self.started_B):
             object.__setattr__(self, "started_B", np.zeros(len(self.tokens), np.int32))
         if not self.mask:
-            # Each a single number in memory.
-            ones = tuple(np.broadcast_to(np.float32(1), len(tokens)) for tokens in self.tokens)
+            ones = tuple(repeated(1.0, len(tokens), np.float32) for tokens in self.tokens)
             object.__setattr__(self, "mask", ones)
         if not self.turns:
             # Without turns, graders would treat the environment's text as the policy's.

@@ -225,9 +225,10 @@ def told(folder: pathlib.Path) -> tuple:
         (True, 1, 2, []),
         (False, 2, 2, []),
         (True, 2, 3, []),
-        # Two groups sample without each other: of processes 1 and 2, or of one device of each process.
+        # Two groups sample without each other: of processes 1 and 2, or of one device of each process. The
+        # last run ends after two steps and goes on.
         (True, 2, 3, [0, 1]),
-        (False, 1, 2, [0, 1]),
+        (False, 2, 2, [0, 1]),
     ],
 )
 def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, members, tmp_path):
@@ -247,14 +248,27 @@ def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, me
         settings["placement"] = {"learn": learn, "look": reference, "sample": sample}
         settings["algorithm.kl.reward_coef"] = 0.05
     recipe, num_devices = write_recipe(tmp_path, **settings), 2 * processes
-    with start([recipe] * processes, f"--config.mesh.simulated_devices={num_devices}") as children:
-        finish(children)
+    resumed = bool(members) and not apart
+    for num_steps in (2, 4) if resumed else (4,):
+        options = f"mesh.simulated_devices={num_devices}", f"run.num_steps={num_steps}"
+        with start([recipe] * processes, *(f"--config.{each}" for each in options)) as children:
+            finish(children)
     rows, samples, schedule = told(tmp_path)
     assert [row.get("val-aux/version") for row in rows] == [None, None, None, 2, None]
+    if resumed:
+        # It was evaluated after two steps.
+        rows[2] = {name: x for name, x in rows[2].items() if not name.startswith("val-")}
+        assert [json.loads(x)["restarted"] for x in schedule.splitlines()] == [
+            False,
+            False,
+            True,
+            False,
+        ]
     assert all(json.loads(line)["members"] == members for line in schedule.splitlines())
     before, *rows = rows
     assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
     assert 0 < max(row["rollout/staleness"] for row in rows) <= staleness
+    assert any(row["rollout/unfinished_groups"] for row in rows)
     again = tmp_path / "again"
     recorded = tmp_path / "runs" / "tiny" / "seed0"
     where = {"rollout.schedule": str(recorded), "run.output": str(again / "runs")}

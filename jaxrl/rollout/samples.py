@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
-from jaxrl.types import Completions, LazyRows, Prompts, TurnText
+from jaxrl.types import Completions, LazyRows, Prompts, TurnText, repeated
 
 
 class _Piece(NamedTuple):
@@ -162,9 +163,8 @@ class Sample:
         """Replaces its tokens by places of as many, which another process has: -1 and NaN."""
         self.cut(0)
         for version, count in runs:
-            # Each a single number in memory.
-            nan = np.broadcast_to(np.float32("nan"), count)
-            self.add_decoded(np.broadcast_to(np.int32(-1), count), nan, nan, version)
+            nan = repeated(math.nan, count, np.float32)
+            self.add_decoded(repeated(-1, count, np.int32), nan, nan, version)
 
     def cut(self, count: int) -> None:
         """Removes all tokens after the first `count`."""
@@ -204,8 +204,7 @@ class Sample:
     @property
     def version(self) -> np.ndarray:
         """Int32 [R], policy version of each token: the training step of its weights."""
-        # Each a single number in memory.
-        return self._joined(lambda p: np.broadcast_to(np.int32(p.version), len(p.tokens)), np.int32)
+        return self._joined(lambda p: repeated(p.version, len(p.tokens), np.int32), np.int32)
 
     @property
     def oldest_version(self) -> int:
