@@ -15,7 +15,7 @@ N prompts   G samples of each   B = N * G
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,8 +100,8 @@ class OfflineBackend(EngineBackend):
             self.samplers = groups.processes[groups.here[0]] if groups.here else ()
         # Engines of parts of the mesh.
         self._engine_of = functools.cache(lambda mesh: engine.of_part(mesh))
-        # Answers of all calls: a prompt of an earlier epoch has some.
-        self._texts = AnswerTexts(engine.config.max_response_tokens)
+        # Answers of all calls, by group: a prompt of an earlier epoch has some.
+        self._texts_of = self._no_texts()
         # Sampling that outlives a call.
         self._lasting: ContinuousRollout | LiveLoop | None = None
 
@@ -165,7 +165,8 @@ class OfflineBackend(EngineBackend):
             replicas = replica_groups(self.mesh, members=members) if members else None
         self._lasting = rollout = ContinuousRollout(
             SampleGroups(options, self._decode_texts, unfinished),
-            functools.partial(self._grouped, replicas=replicas),
+            # Its drafts depend on its own groups alone, so that a recorded run is repeated.
+            functools.partial(self._grouped, replicas=replicas, texts_of=self._no_texts()),
             lambda: self.params,
             members=() if replicas is None else replicas.members,
         )
@@ -192,6 +193,11 @@ class OfflineBackend(EngineBackend):
             self._lasting.release_weights()
         return super().unload()
 
+    def _no_texts(self) -> Callable[[int], AnswerTexts]:
+        """Function from a group to the texts of its answers, which are none yet."""
+        longest = self.engine.config.max_response_tokens
+        return functools.cache(lambda g: AnswerTexts(longest))
+
     def _start(
         self,
         options: SamplingOptions,
@@ -203,7 +209,7 @@ class OfflineBackend(EngineBackend):
             # Both would have slots on the same devices.
             self._lasting.pause()
         groups = SampleGroups(options, self._decode_texts, unfinished)
-        return self._grouped(groups, options, replicas=replicas)
+        return self._grouped(groups, options, replicas=replicas, texts_of=self._texts_of)
 
     def _grouped(
         self,
@@ -212,6 +218,7 @@ class OfflineBackend(EngineBackend):
         loops: DecodeLoops | None = None,
         *,
         replicas: ReplicaGroups | None,
+        texts_of: Callable[[int], AnswerTexts],
     ) -> GroupLoop:
         """Some groups in decode loops, by default in new ones with the current weights."""
         if loops is None:
@@ -222,7 +229,7 @@ class OfflineBackend(EngineBackend):
                     for g in replicas.here
                 }
             made = {
-                g: DecodeLoop(engine, params, self._stops, version=options.step, texts=self._texts)
+                g: DecodeLoop(engine, params, self._stops, version=options.step, texts=texts_of(g))
                 for g, (engine, params) in parts.items()
             }
             loops = DecodeLoops(made, replicas, version=options.step)
