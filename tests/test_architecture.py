@@ -219,12 +219,12 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 44_970,
+    "lines of code": 45_270,
     "lines of code of planner/": 4_700,
     "lines of code of the largest other package": 5_240,
-    "files": 342,
-    "lines of code that trainer/ imports, itself included": 25_170,
-    "files that trainer/ imports, itself included": 192,
+    "files": 344,
+    "lines of code that trainer/ imports, itself included": 25_465,
+    "files that trainer/ imports, itself included": 194,
     "settings": 186,
     "functions per 1,000 lines of code": 82,
     "lines of code of tests per 100 of the package": 90,
