@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl.rollout.decode_state import DecodedTokens
 from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
@@ -86,6 +87,7 @@ class FakeEngine:
         vocabulary: int = 32_000,
         shards: int = 1,
         platform: str = "gpu",
+        mesh: Mesh | None = None,
     ):
         """Args.
 
@@ -94,9 +96,10 @@ class FakeEngine:
         vocabulary: number of token ids.
         shards: number of shards of the slots.
         platform: platform that a paged cache has its pages for.
+        mesh: devices that it stands for; None for one.
         """
         self.config = config
-        self.mesh = jax.make_mesh((1,), ("data",))
+        self.mesh = jax.make_mesh((1,), ("data",)) if mesh is None else mesh
         self.shards = shards
         self.pages = page_sizes(config, shards=shards, kv_heads=1, platform=platform)
         self.slot_sizes = slot_sizes(config, shards, fixed=self.pages is not None)
@@ -111,6 +114,14 @@ class FakeEngine:
         tokens = np.random.default_rng(0).integers(first, vocabulary, shape)
         self._tokens = tokens.astype(np.int32)
         self._floats = np.full(shape, -0.5, np.float32)
+
+    def of_part(self, mesh: Mesh) -> FakeEngine:
+        """Some of the replicas, each a device, with their part of the slots; they note the same calls."""
+        slots = self.config.slots * mesh.size // self.mesh.size
+        config = dataclasses.replace(self.config, slots=slots, smallest_bucket=slots)
+        part = FakeEngine(config, self._lengths, shards=mesh.size, mesh=mesh)
+        part.calls = self.calls
+        return part
 
     def fetch(self, results: Any) -> Any:
         """`Engine.fetch`: they are on the host already."""

@@ -9,6 +9,7 @@ import pytest
 from fake_engine import FakeEngine, lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshes import mesh_of
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, saved
 
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule
@@ -16,6 +17,7 @@ from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
+from jaxrl.mesh.replica_groups import replica_groups
 from jaxrl.rewards import Graders
 from jaxrl.rewards.grading import FunctionGrader
 from jaxrl.rollout.backend import SamplingOptions
@@ -29,9 +31,21 @@ LONGEST = 300
 
 
 class FullRun:
-    """Steps of partial sampling that take `groups` groups each."""
+    """Steps of partial sampling that take `groups` groups each. `members` are those of replicas."""
 
-    def __init__(self, *, slots, groups, per_batch, G=4, max_staleness=8, mean=30, sigma=0.9, W=4):
+    def __init__(
+        self,
+        *,
+        slots,
+        groups,
+        per_batch,
+        G=4,
+        max_staleness=8,
+        mean=30,
+        sigma=0.9,
+        W=4,
+        members=(0,),
+    ):
         config = EngineConfig(
             slots=slots,
             smallest_bucket=slots,
@@ -41,8 +55,11 @@ class FullRun:
             max_response_tokens=LONGEST,
             stop_ids=(STOP,),
         )
-        self.engine = FakeEngine(config, lognormal_lengths(mean, sigma=sigma))
-        backend = OfflineBackend(self.engine, functools.partial(map, lambda tokens: ""))
+        mesh = mesh_of(f"1-1-{len(members)}")
+        lengths = lognormal_lengths(mean, sigma=sigma)
+        self.engine = FakeEngine(config, lengths, shards=len(members), mesh=mesh)
+        replicas = replica_groups(mesh, members=members)
+        backend = OfflineBackend(self.engine, functools.partial(map, lambda tokens: ""), replicas)
         backend.load({})
         self.timer, self.policy = NoTimer(), SamplingPolicy(backend)
         options = SamplingOptions(num_samples=G, seed=0, step=0, temperature=1.0)
@@ -241,12 +258,16 @@ def test_a_resumed_run_draws_and_drops_the_same(after):
     assert any(counts["rollout/dropped_stale_groups"] for *_, counts in expected)
 
 
+# One group of processes, or several that sample without each other.
+MEMBERS = st.sampled_from([(0,), (0, 1), (0, 1, 1, 0), (1, 0, 2, 3)])
+
+
 @settings(max_examples=25)
-@given(runs, st.lists(st.integers(0, 30), min_size=2, max_size=7))
-def test_what_runs_free_is_never_too_old_and_is_trained_on_once(case, dispatches):
+@given(runs, MEMBERS, st.lists(st.integers(0, 30), min_size=2, max_size=7))
+def test_what_runs_free_is_never_too_old_and_is_trained_on_once(case, members, dispatches):
     # A call of `sample` returns a step's groups.
     case["per_batch"] = max(case["per_batch"], case["groups"])
-    run = FreeRun(**case)
+    run = FreeRun(members=members, **case)
     trained = []
     for number in dispatches:
         sampled = run.step(number)
@@ -266,8 +287,9 @@ def test_what_runs_free_is_never_too_old_and_is_trained_on_once(case, dispatches
 
 
 @settings(max_examples=12)
-@given(runs, st.lists(st.integers(0, 30), min_size=2, max_size=6))
-def test_a_recorded_schedule_repeats_every_dispatch(case, dispatches):
+@given(runs, MEMBERS, st.lists(st.integers(0, 30), min_size=2, max_size=6))
+def test_a_recorded_schedule_repeats_every_dispatch(case, members, dispatches):
+    case["members"] = members
     run = FreeRun(**case)
     ids = [run.step(number).completions.prompts.ids_N.tolist() for number in dispatches]
     again = FreeRun(recorded={row.version: row for row in run.rows}, **case)
