@@ -21,8 +21,8 @@ A dispatch takes these steps, in this order:
 Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
 Python runs only for samples that start, end or have stop strings; the others cost array operations.
 
-Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
-all processes take the same decisions and dispatch the same programs.
+Every decision depends only on the arguments and on tokens, which are the same on all processes of the engine.
+So these take the same decisions and dispatch the same programs.
 
 W tokens of a dispatch   T tokens
 """
