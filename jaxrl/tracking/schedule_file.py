@@ -81,6 +81,8 @@ def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, Version
             drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
             # Earlier schedules have none.
             members = tuple(int(g) for g in fields.pop("members", ()))
+            if sorted(groups := set(members)) != [*range(len(groups))]:
+                raise ValueError(f"members {[*members]} leave a group out")
             row = VersionRow(drawn=drawn, members=members, **fields)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 from processes import free_port, started
 
+from jaxrl.errors import UserError
 from jaxrl.mesh.replica_groups import ReplicaGroups, _keep, replica_groups
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 
@@ -54,6 +55,11 @@ def test_groups_have_whole_replicas_on_processes_of_their_own(train, generate, p
 def test_one_group_is_none(train, of_process):
     """One replica, one process, or processes that share replicas with their neighbours."""
     assert replica_groups(mesh_of(train), lambda device: device.id // of_process) is None
+
+
+def test_groups_of_another_number_of_replicas_are_refused():
+    with pytest.raises(UserError, match="has 3 replicas of the sampler, and this run has 8"):
+        replica_groups(mesh_of("1-1-8"), members=(0, 1, 1))
 
 
 def test_a_view_of_the_weights_has_no_copies():

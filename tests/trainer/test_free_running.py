@@ -179,9 +179,12 @@ def test_a_schedule_of_another_run_is_refused(recorded, tmp_path):
         with pytest.raises(UserError, match=message):
             program.train(recorded("refused", **settings))
     damaged = where / "rl" / "schedule.jsonl"
-    damaged.write_text(damaged.read_text().replace('"version"', '"vision"'))
-    with pytest.raises(UserError, match=r"schedule\.jsonl:1: not a row of a schedule"):
-        program.train(recorded("refused", rollout__schedule=str(where)))
+    whole = damaged.read_text()
+    for before, after in (('"version"', '"vision"'), ('"members": []', '"members": [0, 2]')):
+        assert before in whole
+        damaged.write_text(whole.replace(before, after))
+        with pytest.raises(UserError, match=r"schedule\.jsonl:1: not a row of a schedule"):
+            program.train(recorded("refused", rollout__schedule=str(where)))
 
 
 @pytest.mark.long
