@@ -282,6 +282,7 @@ class FreeRunning:
         if step == self._step:
             return counts
         if self._schedule.begin(step) and self._rollout is not None:
+            # The recorded run read them from its checkpoint, and dealt them out to its processes anew.
             self._left = self._waiting().whole(True)
             for group in self._ready:
                 self._beside.forget(group.completions)

@@ -11,10 +11,10 @@ Between two calls of `agree` no process waits for another. What a process does a
 a few numbers for each sample that begins or ends elsewhere. Of samples of other groups it knows the lengths,
 without tokens (`Sample.holder`); `fetching` brings these where they are wanted.
 
-All that is told is a list of integers for each group:
+What a group tells is a list of integers. S samples have begun; each one that has ended has R runs of tokens:
 
-    places  L A  S   S x (number, version)        free places, shape of routes, samples that have begun
-    number  truncated  R   R x (version, count)   each sample that has ended, and its runs of tokens
+    places  L A  S   S x (number, version)        free places, layers and experts of routes, samples
+    number  truncated  R   R x (version, count)   for each sample that has ended
 """
 
 from __future__ import annotations

@@ -160,7 +160,11 @@ class Sample:
         return runs
 
     def set_runs(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Replaces its tokens by places of as many, which another process has: -1 and NaN."""
+        """Puts places (ids of -1, and NaN) where its tokens were; another process has these.
+
+        Args:
+          runs: as in the property `runs`.
+        """
         self.cut(0)
         for version, count in runs:
             nan = repeated(math.nan, count, np.float32)
@@ -274,7 +278,7 @@ class UnfinishedGroups:
     def record(self) -> dict[str, Any]:
         """All data, exact to the bit, as lists of JSON types and NumPy arrays, for a checkpoint.
 
-        After `whole`: it has the tokens that are here.
+        Call `whole` first: the record has the tokens of this process alone.
         """
         # One flat array for a field of all samples, since each array is an entry of the checkpoint: 1,000
         # groups of 16 samples are saved and read in 5 s.
