@@ -9,9 +9,6 @@ from test_loop import Counter, rows_of, run
 from jaxrl.errors import UserError
 from jaxrl.tracking.durable import disk_errors
 
-# TensorStore, which still has requests when Orbax has given up, says so to an event loop that is gone.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. None")
-
 
 class Wide(Counter):
     """Its checkpoints are 40 kB that no compression makes smaller."""

@@ -580,11 +580,7 @@ def test_a_run_keeps_samples_to_look_at(whole):
 
 # A full disk
 
-# TensorStore, which still has requests when Orbax has given up, says so to an event loop that is gone.
-full_disk = pytest.mark.filterwarnings("ignore:Exception ignored in. None")
 
-
-@full_disk
 def test_files_of_the_run_and_its_report(disk, problems, whole):
     """A finished run writes its report again, and then its settings."""
     disk.resize(10**8)
