@@ -34,8 +34,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.pop("COLUMNS", None)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# As jaxrl.mesh.devices.simulate has it, but not for the programs that tests start.
+# As jaxrl.mesh.devices.simulate has them, the first not for the programs that tests start.
 os.environ["PJRT_NPROC"] = "32"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 jax.devices()
 del os.environ["PJRT_NPROC"]
 # Tests build the same small programs again and again; each is compiled once, and kept for the next run. Even

@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -43,6 +46,26 @@ def hosts(num_hosts: int, per_host: int) -> list[Device]:
 def test_simulated_devices_are_in_the_order_of_their_ids():
     grid = device_grid({"data": 2, "tensor_gen": 4}, jax.devices()[:8])
     assert [[d.id for d in row] for row in grid] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# The threads of the OpenBLAS that XLA calls: SciPy's, which is loaded for the first triangular system.
+SOLVES = """
+import ctypes, jax
+from jaxrl.mesh.devices import simulate
+simulate(2)
+jax.scipy.linalg.solve_triangular(jax.numpy.eye(4), jax.numpy.ones(4)).block_until_ready()
+loaded = {line.split()[-1] for line in open("/proc/self/maps") if "scipy.libs/libscipy_openblas" in line}
+print([ctypes.CDLL(path).scipy_openblas_get_num_threads() for path in loaded])
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="/proc lists what is loaded")
+def test_simulated_devices_solve_triangular_systems_side_by_side():
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", SOLVES], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[1]\n"
 
 
 @pytest.mark.parametrize("num_slices", [2, 4])
