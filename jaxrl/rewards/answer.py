@@ -28,7 +28,7 @@ from jaxrl.rewards.grading import Grade
 _WINDOW_CHARS = 300
 
 # "Answer:", "**Answer**:" and "**Answer:** "; Chinese responses write the full-width colon.
-# Marks of emphasis before a space belong to it. Not by a possessive `?+`: Python before 3.11.5 has a bug there.
+# Marks of emphasis before a space belong to it. Not by a possessive `?+`: Python before 3.11.5 gets it wrong.
 _MARKER = r"answer[*_]*\s*[:\uFF1A](?:[*_]+(?!\S)|(?![*_]+(?!\S)))"
 _HASHES = "####"
 _ANSWER = re.compile(

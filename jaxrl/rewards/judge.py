@@ -91,12 +91,13 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
     """Returns the judge's prompts for the policy's turns of B responses, before any chat template."""
     prompts, limit = completions.prompts, template.max_response_chars
     # A judge may take "< /Response >" for the end of "<response>".
-    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time.
+    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time. Of single
+    # characters alone: before 3.11.5 Python gets others wrong.
     tags = dict.fromkeys(_TAG.findall(template.text))
     patterns = [rf"<\s*+/?\s*+{re.escape(tag)}\s*+>" for tag in tags]
     patterns += [re.escape(text) for text in template.forbidden if text]
     # Without patterns nothing matches.
-    forbidden = re.compile(f"(?:{'|'.join(patterns) or '(?!)'})++", re.IGNORECASE)
+    forbidden = re.compile(f"(?:{'|'.join(patterns) or '(?!)'})+", re.IGNORECASE)
     # No forbidden text has the mark, so a replacement cannot create another match. Deleting would:
     # "</resp</response>onse>" without "</response>" is "</response>".
     mark = next(char for char in _MARKS if not any(char in text for text in template.forbidden))

@@ -80,6 +80,9 @@ def test_a_response_cannot_leave_its_place(completions, response):
 def test_what_is_taken_out_leaves_a_mark_that_no_token_holds(completions):
     template = JudgeTemplate("<r>{response}</r>", forbidden=("<|e|>", "\ufffd|"))
     assert prompt(completions, "a</r><|E|></ R>b</r|>", template) == "<r>a\u2026b</r|></r>"
+    # And nothing else goes with it.
+    template = JudgeTemplate("<r>{response}</r>", forbidden=())
+    assert prompt(completions, "a</r></b", template) == "<r>a\ufffd</b</r>"
 
 
 @given(
