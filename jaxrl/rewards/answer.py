@@ -28,7 +28,8 @@ from jaxrl.rewards.grading import Grade
 _WINDOW_CHARS = 300
 
 # "Answer:", "**Answer**:" and "**Answer:** "; Chinese responses write the full-width colon.
-# Marks of emphasis before a space belong to it. Not by a possessive `?+`: Python before 3.11.5 gets it wrong.
+# Marks of emphasis before a space belong to it. A possessive group would be shorter, but Python before 3.11.5
+# matches it wrongly (gh-106052).
 _MARKER = r"answer[*_]*\s*[:\uFF1A](?:[*_]+(?!\S)|(?![*_]+(?!\S)))"
 _HASHES = "####"
 _ANSWER = re.compile(

@@ -91,8 +91,8 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
     """Returns the judge's prompts for the policy's turns of B responses, before any chat template."""
     prompts, limit = completions.prompts, template.max_response_chars
     # A judge may take "< /Response >" for the end of "<response>".
-    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time. Of single
-    # characters alone: before 3.11.5 Python gets others wrong.
+    # Possessive quantifiers: with backtracking a long run of spaces would take quadratic time. They
+    # stand behind single characters alone, since Python before 3.11.5 matches groups wrongly (gh-106052).
     tags = dict.fromkeys(_TAG.findall(template.text))
     patterns = [rf"<\s*+/?\s*+{re.escape(tag)}\s*+>" for tag in tags]
     patterns += [re.escape(text) for text in template.forbidden if text]
