@@ -17,7 +17,7 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-lm lm-parts docs test test-long test-all test-clients check format lock clean
+.PHONY: demo demo-lm lm-parts docs test test-long test-core test-all test-clients check format lock clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
@@ -39,6 +39,15 @@ test-long: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(PARALLEL) -m ""
+
+# The core alone: its tests in a copy without extensions/. Compiled programs are shared.
+CORE := mesh algos models rollout roles dataflows trainer
+test-core: $(INSTALLED)
+	rm -rf build/core && mkdir -p build/core/.pytest_cache .pytest_cache/jax
+	cp -R jaxrl configs launch benchmarks tests docs pyproject.toml README.md build/core
+	ln -s ../../../.pytest_cache/jax build/core/.pytest_cache/jax
+	cd build/core && PYTHONPATH=$$PWD:$$PWD/tests/core_alone JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) \
+	  $(CURDIR)/$(BIN)/python -m pytest $(PARALLEL) $(CORE:%=tests/%)
 
 # Other people's programs as their users start them: pip installs them into a cache first (tests/clients).
 test-clients: $(INSTALLED)

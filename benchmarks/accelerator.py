@@ -6,7 +6,7 @@
 
     A  versions, roofs, attention_speed, decode_blocks, experts,
        attention_kernels, decode_attention, same_tokens, tf32
-    B  update, decode, decode_unrolled, executable, demo
+    B  update, decode, decode_scanned, executable, demo
 
 What is timed comes first. Each part is meant to end within nine minutes on one GPU; a check that would begin
 after `--limit_s` is left out and says so. Each is tried for itself: one that fails is a line with its error.
@@ -47,6 +47,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from jaxrl.errors import UserError
+from jaxrl.mesh import rules
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.hardware import roof_of
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -63,9 +64,9 @@ from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.rollout import engine
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
@@ -442,9 +443,9 @@ def decode(scale: Scale):
 
 
 @check("B")
-def decode_unrolled(scale: Scale):
-    """`decode` with a list of layers; a scan copies each layer out of their stack on GPUs."""
-    with mock.patch.object(engine, "_lists_layers", lambda *_: True):
+def decode_scanned(scale: Scale):
+    """`decode` with a scan, which copies each layer out of their stack on GPUs."""
+    with mock.patch.object(rules, "lists_layers", lambda mesh: False):
         for rows in (4,) if scale.small else (256, 16):
             line = {"rows": rows}
             with attempt(line):
@@ -554,7 +555,7 @@ def _sampler(
         dtype="float32" if dtype == "float32" else "bfloat16",
         **settings,
     )
-    sampler = engine.Engine(model, decoder_graph(model)[0], _mesh(), config)
+    sampler = Engine(model, decoder_graph(model)[0], _mesh(), config)
     actor = _actor(
         model,
         dtype,

@@ -1,5 +1,5 @@
 """Measures this machine for the planner, and writes it as a kind of device: a JSON file for `--topology
-here.json:1x8` or `mesh.layout = "here.json"` (docs/planner.md).
+here.json:1x8` or `mesh.layout = "here.json"` (docs/planning.md).
 
     python benchmarks/calibrate.py --out here.json
 
@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.devices import host_memory_bytes, simulate
-from jaxrl.planner.hardware.accelerators import Accelerator, accelerator_of
+from jaxrl_planner.hardware.accelerators import Accelerator, accelerator_of
 
 _REPEATS = 10
 

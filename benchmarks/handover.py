@@ -32,8 +32,8 @@ from jaxrl.mesh.pools import read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.models.decoder import decoder_graph, weight_types
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.compiled.traffic import collectives
-from jaxrl.planner.hardware.cluster import read_topology
+from jaxrl_planner.compiled.traffic import collectives
+from jaxrl_planner.hardware.cluster import read_topology
 
 PROCESSES, DEVICES = 2, 8
 # (learner, its fsdp, sampler, type)

@@ -36,7 +36,6 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles import packed_model
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
@@ -45,6 +44,7 @@ from jaxrl.roles.packing import PackedShape, PrefixGroups, RowLimits, plan_packi
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch, TrainBatch
+from jaxrl_planner.compiled.programs import abstract_batch
 
 LOSS = policy(
     "clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}, shares_forward=True

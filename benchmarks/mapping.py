@@ -6,8 +6,8 @@ Every second of a step here is predicted; the times of the search are measured. 
 8.1): up to 16 hosts of 8 A100-80GB, NVLink of 600 GB/s, 200 Gbps from each host to the others, Llama models,
 prompts and responses of 1,024 tokens, 1,024 of them a step, PPO with one epoch of 8 updates; bfloat16 weights
 with float32 gradients and Adam states. Where the paper is silent, the planner's assumptions stand
-(docs/planner.md). Placements, scaling and tensor have our fixed costs and those of the paper's
-system in turn; --as names one of them. docs/planner.md gives the source of each fixed cost.
+(docs/planning.md). Placements, scaling and tensor have our fixed costs and those of the paper's
+system in turn; --as names one of them. docs/planning.md gives the source of each fixed cost.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping import SearchLimits, placement_name
-from jaxrl.planner.search.search import search_mapping
-from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.step_simulator import TASKS
-from jaxrl.planner.simulation.workload import LengthDistribution, Workload
+from jaxrl_planner.hardware.accelerators import accelerator
+from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.search.mapping import SearchLimits, placement_name
+from jaxrl_planner.search.search import search_mapping
+from jaxrl_planner.simulation.assumptions import Assumptions
+from jaxrl_planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl_planner.simulation.simulate_passes import PassSimulator
+from jaxrl_planner.simulation.step_simulator import TASKS
+from jaxrl_planner.simulation.workload import LengthDistribution, Workload
 
 # 200 Gbps leave a host, shared by its eight devices.
 A100 = dataclasses.replace(accelerator("a100"), host_gbs=25.0)
@@ -76,7 +76,7 @@ SYSTEMS = {
             # our estimate of a decoding step there.
             "slot_host_s": 40e-6,
             # A guess: Python starts each kernel of a step, and messages go between Ray's workers.
-            "hosts_step_s": 5e-3,
+            "step_s": 5e-3,
             # A guess: Ray's remote calls with batches as objects, and kernels started from Python.
             "pass_s": 0.5,
             # Part of the three above.

@@ -13,7 +13,7 @@
     layers      writes the first layers of a model, whose run calibrates the machine for the whole model
 
 Memory is of configs/dapo_qwen7b.py in five layouts of eight devices. Bytes of reshardings are compared in
-tests/planner/layouts/test_predicted_resharding.py. Calibration takes three numbers from
+tests/extensions/planner/layouts/test_predicted_resharding.py. Calibration takes three numbers from
 the first run: the shares of the measured rate of matmuls that its update and its forward pass reach, and what
 a step of decoding takes beside its work. Mean lengths and batches of dynamic sampling are those of
 the runs; the spread of lengths is assumed. On one core the processor's seconds are those of a quiet machine,
@@ -46,24 +46,23 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner.compiled.ahead import compile_program
-from jaxrl.planner.hardware.cluster import Cluster, Topology, read_topology
-from jaxrl.planner.make_plan import roles_on
-from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import (
+from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
+from jaxrl.tracking import metrics as run_metrics
+from jaxrl.tracking.report.report_command import read_runs
+from jaxrl.trainer.resolved import resolve
+from jaxrl_planner.compiled.ahead import compile_program
+from jaxrl_planner.hardware.cluster import Cluster, Topology, read_topology
+from jaxrl_planner.make_plan import roles_on
+from jaxrl_planner.simulation.assumptions import Assumptions
+from jaxrl_planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl_planner.simulation.simulate_passes import PassSimulator
+from jaxrl_planner.simulation.workload import (
     LengthDistribution,
     Workload,
     train_name,
 )
-from jaxrl.planner.step_load import assumptions_of, load_of
-from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
-from jaxrl.tracking import metrics as run_metrics
-from jaxrl.tracking.report.report_command import read_runs
-from jaxrl.trainer.algorithm import shares_forward
+from jaxrl_planner.step_load import assumptions_of, load_of
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2
@@ -122,7 +121,7 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
         )
         terms = simulator.training(config.model, layout.sizes)
         roles = roles_on(config, topology)
-        (pool,) = roles.pools.values()
+        (pool,) = roles.pools
         (update,) = (
             (program, mesh)
             for role, program, mesh in roles.programs(load_of(config))
@@ -259,11 +258,7 @@ class Ran:
         values = forward.inference(critic, one).total_s + update.training(critic, one).total_s
         logprobs = forward.inference(config.model, one).total_s
         # The first minibatch gets its log-probabilities from the update.
-        shared = (
-            1
-            - shares_forward(config.algorithm, config.train.load_balancing_coef)
-            / config.algorithm.updates_per_step
-        )
+        shared = 1 - resolve(config).shares_forward / config.algorithm.updates_per_step
         return {
             "gen": self._sampling_s(step, cluster, rates),
             "old_log_prob": logprobs * shared,
@@ -277,8 +272,7 @@ class Ran:
         config = self.config
         # Dynamic sampling takes one batch after the other.
         batches = step.get("train/num_gen_batches", 1.0)
-        dynamic = find_dataflow(config.algorithm.dataflow).dynamic_sampling
-        prompts = config.rollout.generation_prompts if dynamic else config.rollout.num_prompts
+        prompts = config.prompts_per_batch
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         padded = bucket_sizes(longest, _SHORTEST_PROMPT)
         length = round_up(padded, math.ceil(step["prompt_length/mean"]))
@@ -298,7 +292,7 @@ def calibrated(run: Ran, cluster: Cluster) -> Rates:
     for a model that caches hold, and else the rate at which weights are read: a CPU copies those of each
     layer before it multiplies them.
     """
-    plain = dataclasses.replace(assumptions_of(run.config, cluster.accelerator), hosts_step_s=0.0)
+    plain = dataclasses.replace(assumptions_of(run.config, cluster.accelerator), step_s=0.0)
 
     def solved(rates: Rates, name: str, phase: str, low: float, high: float) -> Rates:
         """The rates with the value for which a phase takes its measured seconds, by bisection."""
@@ -326,7 +320,7 @@ def calibrated(run: Ran, cluster: Cluster) -> Rates:
     if run.measured("ref") > _SMALLEST_S:
         rates = solved(rates, "flops_rate", "ref", 1e-3, 1.0)
     if run.config.model.num_params * plain.compute_bytes < _CACHED_BYTES:
-        return solved(rates, "hosts_step_s", "gen", 0.0, 1.0)
+        return solved(rates, "step_s", "gen", 0.0, 1.0)
     return solved(rates, "weights_rate", "gen", 1e-3, 1.0)
 
 
@@ -341,7 +335,7 @@ def show_seconds(folders: Sequence[pathlib.Path]) -> None:
         f"{here.float32_tflops * 1e3:.0f} GFLOP/s, {here.memory_gbs:.1f} GB/s; from {runs[0].name}: "
         f"{rates.update.flops_rate:.2f} of the matmuls in updates, {rates.forward.flops_rate:.2f} forward, "
         f"{rates.forward.weights_rate:.2f} of the memory for weights, "
-        f"{rates.forward.hosts_step_s * 1e3:.2f} ms a decoding step"
+        f"{rates.forward.step_s * 1e3:.2f} ms a decoding step"
     )
     print("run, phase: processor seconds of a step, median; prediction off by, median of the steps")
     for run in runs:

@@ -25,7 +25,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, VANILLA
-from jaxrl.planner.resharding_costs import gather_everything, of_gather_and_keep, of_resharding
+from jaxrl_planner.resharding_costs import gather_everything, of_gather_and_keep, of_resharding
 
 AXES = {
     "up": ("layers", "embed", "mlp"),

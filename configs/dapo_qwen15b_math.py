@@ -9,7 +9,7 @@ step of GRPO in this layout, with 131,000 sampled tokens and random weights, too
 (benchmarks/results/2026-11-26-h200.md). Hours of the whole run: not measured. Score to expect: not run by us,
 and there is no published score at these lengths.
 
-Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-1.5B,
+Model and data are fetched from the Hugging Face hub (docs/models.md): Qwen/Qwen2.5-1.5B,
 BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024.
 
 Differences from configs/dapo_qwen32b.py: responses of 4,096 tokens, 64 prompts with 8 answers each, and 2

@@ -16,7 +16,7 @@ docs/planning.md has the memory of each, compiled ahead of time. On GPUs start w
 XLA_PYTHON_CLIENT_MEM_FRACTION=.95, because JAX takes three quarters of the memory by default. Hours: not
 known.
 
-Model and data are fetched from the Hugging Face hub (docs/hub.md): the base model Qwen/Qwen2.5-32B,
+Model and data are fetched from the Hugging Face hub (docs/models.md): the base model Qwen/Qwen2.5-32B,
 BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024. Files of your own need the fields "problem"
 and "answer" (docs/data.md).
 

@@ -5,7 +5,7 @@
 
 Hardware: 32 accelerators of 80 GB (h100:4x8). Compiled ahead of time, sampling takes 76 of 85 GB, the
 update 32. Hours: not measured. Score to expect: not run by us. Model and data are fetched from the hub
-(docs/hub.md), as for configs/dapo_qwen32b.py.
+(docs/models.md), as for configs/dapo_qwen32b.py.
 """
 
 import pathlib

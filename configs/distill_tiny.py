@@ -1,7 +1,7 @@
 """Distillation on two CPU cores: a model of two layers learns from the model of the DAPO demo.
 
     python launch/train.py --config configs/dapo_tiny.py
-    python launch/convert.py --path runs/dapo_tiny/seed0 --out runs/dapo_teacher
+    jaxrl convert --path runs/dapo_tiny/seed0 --out runs/dapo_teacher
     python launch/train.py --config configs/distill_tiny.py
 
 The student samples, and the teacher gives the probability of each sampled token. Training grades no

@@ -4,7 +4,7 @@
     python launch/plan.py --config configs/grpo_gpt_oss_20b.py --topology h100:2x8    # does it fit?
 
 Hardware: 16 accelerators of 80 GB or more. Hours: not measured. Score to expect: not run by us. Model and
-data are fetched from the hub (docs/hub.md), as for configs/grpo_qwen05b_gsm8k.py.
+data are fetched from the hub (docs/models.md), as for configs/grpo_qwen05b_gsm8k.py.
 """
 
 import pathlib

@@ -7,7 +7,7 @@ Hardware: one accelerator of 24 GB or more (L4, RTX 4090, A100, TPU v6e). Compil
 a TPU, sampling takes 15.6 GB and learning 15.0 (benchmarks/results/2026-11-22-compile_ahead.md). Hours and
 score: not run by us.
 
-Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-0.5B-Instruct, and
+Model and data are fetched from the Hugging Face hub (docs/models.md): Qwen/Qwen2.5-0.5B-Instruct, and
 openai/gsm8k:main with its splits train and test.
 """
 

@@ -4,7 +4,7 @@
     python launch/plan.py --config configs/grpo_qwen3_8b.py --topology h100:1x8    # does it fit?
 
 Hardware: 8 accelerators of 80 GB or more (h100:1x8, v5p:2x2x2). Hours: not measured. Score to expect: not
-run by us. Model and data are fetched from the hub (docs/hub.md), as for configs/grpo_qwen05b_gsm8k.py.
+run by us. Model and data are fetched from the hub (docs/models.md), as for configs/grpo_qwen05b_gsm8k.py.
 """
 
 import pathlib

@@ -8,7 +8,7 @@ takes 24.3 GB and learning 19.9 (benchmarks/results/2026-11-22-compile_ahead.md)
 to expect: not run by us. Training and sampling share one copy of the 15 GB of frozen weights, in bfloat16.
 Without the adapters these weights are the reference.
 
-Model and data are fetched from the Hugging Face hub (docs/hub.md): Qwen/Qwen2.5-7B-Instruct,
+Model and data are fetched from the Hugging Face hub (docs/models.md): Qwen/Qwen2.5-7B-Instruct,
 openai/gsm8k:main.
 """
 

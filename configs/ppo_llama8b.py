@@ -9,7 +9,7 @@ compiled (benchmarks/results/2026-11-22-compile_ahead.md). Two models in trainin
 parameter, 257 GB, so one accelerator is too small for full weights; configs/grpo_qwen7b_lora.py fits one.
 Hours: not measured. Score to expect: not run by us.
 
-Model and data are fetched from the Hugging Face hub (docs/hub.md): meta-llama/Llama-3.1-8B-Instruct, whose
+Model and data are fetched from the Hugging Face hub (docs/models.md): meta-llama/Llama-3.1-8B-Instruct, whose
 licence must be accepted on its page, and openai/gsm8k:main.
 """
 

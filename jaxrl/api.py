@@ -1,6 +1,6 @@
 """jaxrl from Python: `jaxrl.train` and `jaxrl.open_run`.
 
-    metrics = jaxrl.train("grpo_tiny", data=rows, reward=shortest, num_steps=20)
+    metrics = jaxrl.train("grpo_smollm2", data=rows, reward=shortest, num_steps=20)
 
 Objects stand where settings have paths. They are kept in `inputs/` of the run's folder, under a name that
 changes with their content: rows as JSON lines, functions as pickles. Processes of graders and of reward
@@ -10,48 +10,59 @@ functions load these.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import datetime
+import decimal
+import difflib
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import os
 import pathlib
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import jax
+import numpy as np
 import pyarrow as pa
 from ml_collections.config_dict import ConfigDict
 
+from jaxrl import extensions
+from jaxrl.checks import quoted, shown
 from jaxrl.commands.run_commands import prepared, train_or_plan
 from jaxrl.config.command_line import load_config, load_recipe
-from jaxrl.config.config_tree import leaf_types, to_config_dict
+from jaxrl.config.config_tree import (
+    UnknownSetting,
+    complete,
+    leaf_types,
+    to_config_dict,
+)
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import NoTimer
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, must_return
+from jaxrl.function_identity import function_digest
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models import lora
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.planner.resolve import resolved
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.run_weights import files_of_run
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.findings import REINFORCEMENT
+from jaxrl.trainer.open_settings import resolved
 from jaxrl.trainer.program import claimed, training_of
 from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import Roles, build_roles
-from jaxrl.trainer.run_files import keep_model_files
+from jaxrl.trainer.run_files import keep_run_files
 from jaxrl.trainer.supervised import starting_params
-
-if TYPE_CHECKING:
-    from jaxrl.agents.served import Served
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 Recipe = str | pathlib.Path | ConfigDict | Config
@@ -63,7 +74,7 @@ Agent = Callable[..., Any] | str
 def train(
     recipe: Recipe,
     *,
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     data: Rows | None = None,
     evaluation: Rows | None = None,
     reward: Rewards | None = None,
@@ -78,8 +89,8 @@ def train(
     Args:
       recipe: name of a recipe of the package, a recipe file, or settings.
       model: directory or hub name of the policy's weights and tokenizer; None keeps the recipe's.
-      data: problems to train on: path, hub name, list or generator of dicts, `datasets.Dataset` or pandas
-        frame; None keeps the recipe's. A generator is read to its end.
+      data: problems to train on: path, hub name, list or generator of dicts, `datasets.Dataset`, frame of
+        pandas or polars, or pyarrow table; None keeps the recipe's. A generator is read to its end.
       evaluation: problems to evaluate with. None keeps the recipe's, or has none if `data` is given.
       reward: function of docs/rewards.md, or its path; it replaces the recipe's grader. Of a list, scores are
         added up, and each function is reported under its name. None keeps the recipe's rewards.
@@ -96,7 +107,7 @@ def train(
       UserError: a setting is wrong, something is missing, or the folder holds a run with other inputs.
       KeyboardInterrupt: the run was interrupted; it is saved.
     """
-    config = build_config(
+    config, inputs = _call(
         recipe,
         model=model,
         data=data,
@@ -107,7 +118,9 @@ def train(
         **overrides,
     )
     # Any other status is that of an interrupted run: errors are raised.
-    if train_or_plan(config, dry_run=False):
+    with inputs.kept():
+        status = train_or_plan(config, dry_run=False)
+    if status:
         raise KeyboardInterrupt(
             f"stopped and saved in {config.run_folder}; the same call goes on from there"
         )
@@ -169,16 +182,17 @@ class OpenRun:
         return {k: float(v) for k, v in self._stage.evaluate("now").items()}
 
     @contextlib.contextmanager
-    def serve(self) -> Iterator[Served]:
+    def serve(self) -> Iterator[Any]:
         """Serves the policy with its current weights inside a `with` block, in which no step may run.
 
-        Raises:
-          UserError: the `with` block of the run has ended.
-        """
-        from jaxrl.agents.served import served
+        Yields:
+          A `jaxrl_agents.served.Served`: URL, key and name of the model.
 
+        Raises:
+          UserError: the `with` block of the run has ended, or the extension for agents is not installed.
+        """
         self._check_open()
-        with served(self.roles.actor, self.context.tokenizer) as found:
+        with extensions.lookup("OpenRun.serve")(self.roles.actor, self.context.tokenizer) as found:
             yield found
 
     def save_model(self, folder: str | os.PathLike[str], *, dtype: str = "float32") -> None:
@@ -207,7 +221,8 @@ class OpenRun:
 def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
     """Opens the roles and the step of a run, with the weights that training starts from.
 
-    An SFT stage of the recipe is trained first, if its folder does not hold it. Steps save nothing.
+    An SFT stage of the recipe is trained first, if its folder does not hold it. Steps save nothing, but the
+    folder is this run's from then on, as with `train`.
 
     Args:
       recipe: as for `train`.
@@ -216,14 +231,18 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
     Raises:
       UserError: as `train`.
     """
-    config = prepared(build_config(recipe, **changes))
-    config = resolved(config, jax.devices(), kind=REINFORCEMENT)
+    config, inputs = _call(recipe, **changes)
     timer, closed = NoTimer(), threading.Event()
-    with claimed(config) as config, StopSignal(within_s=config.run.stop_within_s) as stop:
-        run = build_context(config, kind=REINFORCEMENT)
-        # `OpenRun.save_model` copies them.
-        keep_model_files(run)
-        roles = build_roles(config, run.meshes, run.models)
+    with contextlib.ExitStack() as opened:
+        with inputs.kept():
+            config = resolved(prepared(config), jax.devices(), kind=REINFORCEMENT)
+            opened.enter_context(must_return())
+            config = opened.enter_context(claimed(config))
+            stop = opened.enter_context(StopSignal(within_s=config.run.stop_within_s))
+            run = build_context(config, kind=REINFORCEMENT)
+            # `OpenRun.save_model` copies those of the model.
+            keep_run_files(run)
+        roles = build_roles(run.resolved, run.meshes, run.models)
         starting = functools.partial(starting_params, run, stop)
         with contextlib.closing(RlStage(run, roles, timer, starting)) as stage:
             stage.begin(None)
@@ -233,46 +252,98 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
                 closed.set()
 
 
-def build_config(
+def build_config(recipe: Recipe, **changes: Any) -> Config:
+    """Returns the config of a call of `train`, and keeps its objects in the run's folder.
+
+    Args:
+      recipe, **changes: as for `train`.
+
+    Raises:
+      UserError: as `train`.
+    """
+    config, inputs = _call(recipe, **changes)
+    inputs.write()
+    return config
+
+
+def _call(recipe: Recipe, **changes: Any) -> tuple[Config, _Inputs]:
+    """The config of a call, and its objects, which are not written yet."""
+    try:
+        return _config_of(recipe, **changes)
+    except UnknownSetting as error:
+        if error.name not in {key.replace("__", ".") for key in changes}:
+            raise  # the recipe's
+        near = difflib.get_close_matches(error.name, [*_KEYWORDS.values(), "name"])
+        near += [_KEYWORDS.get(name, name.replace(".", "__")) for name in error.near]
+        hint = ", ".join(f"{name}=" for name in dict.fromkeys(near))
+        raise UserError(
+            f"unknown keyword {quoted(error.name.replace('.', '__'))}; "
+            + (f"near: {hint}" if near else "none is near; jaxrl train --help lists all settings")
+        ) from error
+
+
+# Settings that have a keyword of their own.
+_KEYWORDS = {
+    "weights": "model",
+    "data.train.path": "data",
+    "data.evaluation.path": "evaluation",
+    "reward.functions": "reward",
+    "rollout.agent": "agent",
+    "run.num_steps": "num_steps",
+}
+
+
+def _config_of(
     recipe: Recipe,
     *,
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     data: Rows | None = None,
     evaluation: Rows | None = None,
     reward: Rewards | None = None,
     agent: Agent | None = None,
     name: str | None = None,
     **overrides: Any,
-) -> Config:
-    """Returns the config of a call of `train`, and keeps its objects in the run's folder.
-
-    Raises:
-      UserError: as `train`.
-    """
-    tree: Any  # ml_collections types no entries
-    if isinstance(recipe, Config):
-        tree = to_config_dict(recipe)
-    else:
-        if not isinstance(recipe, ConfigDict):
-            recipe = load_recipe(recipe, known=list(leaf_types(Config)))
-        tree = recipe.copy_and_resolve_references()
+) -> tuple[Config, _Inputs]:
+    tree: Any = _tree(recipe)  # ml_collections types no entries
     if "num_steps" in overrides:
+        if "run__num_steps" in overrides:
+            raise UserError(
+                "num_steps is short for run__num_steps, and both are given; leave one out"
+            )
         overrides["run__num_steps"] = overrides.pop("num_steps")
-    settings: dict[str, Any] = {key.replace("__", "."): value for key, value in overrides.items()}
+    settings: dict[str, Any] = {
+        key.replace("__", "."): value.item() if isinstance(value, np.generic) else value
+        for key, value in overrides.items()
+    }
     if name is not None:
         settings["name"] = name
     if agent is not None:
+        if not (isinstance(agent, str) or callable(agent)):
+            raise UserError(f"agent = {shown(agent)}: expected a function, or its path")
         settings["rollout.agent"] = agent
     if model is not None:
         # Training starts from this model, not from what an SFT stage would make of the recipe's.
-        settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
-    if tree["mesh"]["simulated_devices"] == "auto":
+        path = os.fspath(model) if isinstance(model, os.PathLike) else model
+        settings |= {"weights": path, "tokenizer.path": path, "sft.num_steps": 0, "sft.run": ""}
+    if data is not None:
+        # A stage that the recipe shares with other runs learns from the rows of the recipe.
+        settings.setdefault("sft.run", "")
+    mesh = tree["mesh"]
+    if isinstance(mesh, ConfigDict) and mesh["simulated_devices"] == "auto":
         # JAX may have its devices already.
         settings.setdefault("mesh.simulated_devices", 0)
     functions = {key: settings.pop(key) for key in [*settings] if callable(settings[key])}
-    # Checked before any object is kept: they go into the folder that the settings name.
-    inputs = _Inputs(load_config(Config, tree, settings).run_folder.path / "inputs")
+    # The objects go into the folder that the settings name.
+    inputs = _Inputs(load_config(Config, tree, settings).run_folder)
     kept: dict[str, Any] = {key: inputs.function(key, each) for key, each in functions.items()}
+    for keyword, rows in {"data": data, "evaluation": evaluation}.items():
+        # Rows of text or bytes are letters. Lazy frames and tables of pyarrow are no iterables.
+        kinds = str, os.PathLike, Iterable, pa.Table, pa.RecordBatch, type(None)
+        is_known = isinstance(rows, kinds) or hasattr(rows, "collect_schema")
+        if not is_known or isinstance(rows, bytes | Mapping):
+            raise UserError(
+                f"{keyword} = {shown(rows)}: expected a path, or rows as dicts, such as a list or a frame"
+            )
     if data is not None:
         # The recipe's further sources would be mixed into these problems.
         kept |= _source("data.train", inputs.rows("train", data)) | {"data.sources": {}}
@@ -288,15 +359,37 @@ def build_config(
             for name, one in _by_name(reward).items()
         }
         kept |= {"reward.functions": terms, "reward.grader_weight": 0.0}
-    return load_config(Config, tree, kept)
+    return load_config(Config, tree, kept), inputs
+
+
+def _tree(recipe: Recipe) -> ConfigDict:
+    """The settings of a recipe, all of them, which the caller may change."""
+    if isinstance(recipe, Config):
+        return to_config_dict(recipe)
+    if isinstance(recipe, ConfigDict):
+        # With its references, so that a setting that follows another one still does.
+        return complete(Config(), copy.deepcopy(recipe))
+    if not isinstance(recipe, str | os.PathLike):
+        raise UserError(
+            f"recipe {shown(recipe)} is no recipe; give the name of one, a file, a ConfigDict or a Config"
+        )
+    tree = load_recipe(os.fspath(recipe), known=list(leaf_types(Config)))
+    return complete(Config(), tree)
 
 
 def _by_name(reward: Rewards) -> dict[str, Reward]:
     """Rewards by the names of their terms: their functions' names; "reward" for a single one."""
     if isinstance(reward, str) or callable(reward):
         return {"reward": reward}
+    several = isinstance(reward, Iterable) and not isinstance(reward, Mapping | bytes)
+    rewards = list(reward) if several else []
+    if not rewards or not all(isinstance(one, str) or callable(one) for one in rewards):
+        raise UserError(
+            f"reward = {shown(reward)}: expected a function, its path, or a list of these; leave it out to "
+            "keep the recipe's"
+        )
     named: dict[str, Reward] = {}
-    for one in reward:
+    for one in rewards:
         name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "")
         if not name.isidentifier() or name in named:
             raise UserError(
@@ -314,59 +407,111 @@ def _source(group: str, path: str) -> dict[str, Any]:
 
 
 class _Inputs:
-    """Objects of a call, as files in a folder of the run."""
+    """Objects of a call, as files in `inputs/` of the run's folder."""
 
-    def __init__(self, folder: pathlib.Path):
-        self._folder = folder
+    def __init__(self, run: RunFolder):
+        self._run = run
+        self._content: dict[pathlib.Path, bytes] = {}
 
     def rows(self, name: str, rows: Rows) -> str:
         """Keeps rows as JSON lines; a path or hub name stays as it is."""
         if isinstance(rows, str | os.PathLike):
             return os.fspath(rows)
-        # A pandas frame, whose own iterator gives the names of its columns, is recognised by its `iloc`.
-        frame: Any = rows if hasattr(rows, "iloc") else None
-        lines = []
-        for index, row in enumerate(rows if frame is None else frame.to_dict("records")):
+        lines, digest = [], hashlib.sha256()
+        for index, row in enumerate(_rows_of(rows)):
             if not isinstance(row, Mapping):
                 raise UserError(f"row {index} of {name} is {type(row).__name__}; give dicts")
             try:
-                lines.append(json.dumps(dict(row), ensure_ascii=False))
-            except (TypeError, ValueError) as error:
+                plain = _plain(row)
+                lines.append(json.dumps(plain, ensure_ascii=False))
+                # The order of its fields makes no other row.
+                digest.update(json.dumps(plain, sort_keys=True).encode())
+            except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(
-                    f"row {index} of {name} has a value that is no JSON: {error}"
+                    f"row {index} of {name} has a value that is no JSON: {error}; leave its field out, or "
+                    "make it a text, a number or a list"
                 ) from error
         content = "".join(f"{line}\n" for line in lines).encode()
-        return str(self._keep(name, hashlib.sha256(content), ".jsonl", content))
+        return str(self._keep(name, digest, ".jsonl", content))
 
     def function(self, name: str, function: Callable[..., Any]) -> str:
         """Keeps a function, with what it needs of the program it was written in."""
         try:
             content = cloudpickle.dumps(function)
+            # Of what the function is, not of its pickle, which differs when a notebook's cell runs again.
+            digest = hashlib.sha256(function_digest(function).encode())
         except Exception as error:  # what a function holds may refuse in any way
             raise UserError(
                 f"{name} cannot be taken to another process ({error}); let it open or build what it needs "
                 "inside, or write it into a file and name that: my_functions.py:reward"
             ) from error
-        # Its source and the constants that it uses identify it: both stay when a notebook's cell runs again,
-        # and the pickle does not.
-        identity = content
-        with contextlib.suppress(OSError, TypeError, ValueError):
-            text, outside = inspect.getsource(function), inspect.getclosurevars(function)
-            used = {**outside.globals, **outside.nonlocals}
-            plain = {k: repr(v) for k, v in used.items() if isinstance(v, bool | int | float | str)}
-            identity = f"{text}{sorted(plain.items())}".encode()
-        return f"{self._keep(name, hashlib.sha256(identity), '.pkl', content)}:function"
+        return f"{self._keep(name, digest, '.pkl', content)}:function"
 
     def _keep(self, name: str, digest: Any, suffix: str, content: bytes) -> pathlib.Path:
-        path = self._folder / f"{name}-{digest.hexdigest()[:12]}{suffix}"
-        if path.exists():
-            return path
-        # A run that goes on must have the inputs that it began with.
-        if others := list(self._folder.glob(f"{name}-*{suffix}")):
-            raise UserError(
-                f"{self._folder.parent} holds a run with another {name} ({others[0].name}); give this run a "
-                "name of its own: name=..., or remove the folder"
-            )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
+        # A name of Python may be longer than one of a file.
+        path = self._run.inputs / f"{name[:99]}-{digest.hexdigest()[:12]}{suffix}"
+        self._content[path] = content
         return path
+
+    def write(self) -> list[pathlib.Path]:
+        """Writes the files that are not there yet; returns their paths."""
+        new = [path for path in self._content if not path.exists()]
+        for path in new:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, self._content[path])
+        return new
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Writes the files; a call that is refused inside the block takes its own away again."""
+        new = self.write()
+        try:
+            yield
+        except UserError:
+            # A run that has started names them, and goes on with them.
+            named = self._run.config.read_text() if self._run.config.is_file() else ""
+            for path in new:
+                if path.name not in named:
+                    path.unlink(missing_ok=True)
+            raise
+
+
+def _rows_of(rows: Any) -> Iterable[Any]:
+    """The rows of a table, whose own iterator gives columns or their names; other rows as they are."""
+    if hasattr(rows, "iloc"):  # pandas
+        return rows.to_dict("records")
+    if hasattr(rows, "collect_schema"):  # polars, whose lazy frames are collected first
+        return rows.lazy().collect().iter_rows(named=True)
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        return rows.to_pylist()
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's types: missing ones (NaN, NaT, NA) are null, times and decimals are texts.
+
+    Raises:
+      TypeError: it is something else, such as bytes.
+    """
+    if isinstance(value, str | bool | int | None):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    # Python's times have no nanoseconds.
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        unit = f"{'datetime64' if isinstance(value, np.datetime64) else 'timedelta64'}[us]"
+        return _plain(value.astype(unit).item())
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "mM":
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # arrays and scalars of NumPy, series of pandas, tensors
+        return _plain(value.tolist())
+    # No missing value is equal to itself; of pandas' own one that is not even said.
+    if type(value).__name__ == "NAType" or value != value:
+        return None
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    if isinstance(value, float):
+        return value
+    raise TypeError(f"{type(value).__name__} {reprlib.repr(value)}")

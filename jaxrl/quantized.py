@@ -79,8 +79,18 @@ class StoredType:
             return x
         return quantize(x, self.dims) if self.dims else x.astype(self.dtype)
 
-    def abstract(self, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-        """The abstract value (ShapeDtypeStruct) of what `cast` returns."""
+    @property
+    def of_entry(self) -> StoredType:
+        """That of an entry of the first dimension, whose entries share no scale."""
+        return dataclasses.replace(self, dims=tuple(dim - 1 for dim in self.dims))
+
+    def abstract(self, shape: tuple[int, ...], sharding: Any) -> Any:
+        """The abstract value (ShapeDtypeStruct) of what `cast` returns.
+
+        With a list of shardings that of each entry of the first dimension.
+        """
+        if isinstance(sharding, list):
+            return [self.of_entry.abstract(shape[1:], each) for each in sharding]
         values = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
         if not self.dims:
             return values
@@ -92,7 +102,7 @@ class StoredType:
         )
         return Quantized(values, scale)  # pyright: ignore[reportArgumentType]
 
-    def shardings(self, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    def shardings(self, shape: tuple[int, ...], sharding: Any) -> Any:
         """Shardings in the structure of `cast`: scales are split like the dimensions that have their own."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(shape, sharding))
 
@@ -113,8 +123,15 @@ def _stored(stored: StoredType, x: jax.Array, sharding: Any) -> Any:
     return jax.lax.with_sharding_constraint(out, stored.shardings(x.shape, sharding))
 
 
-def stored_in_place(stored: StoredType, x: jax.Array | Quantized) -> Any:
-    """`stored.cast`, compiled; every device keeps its part of the array."""
+def entries(x: Any) -> list[Any]:
+    """The entries of the first dimension of an array, or of one in 8 bits."""
+    return [jax.tree.map(lambda leaf: leaf[i], x) for i in range(x.shape[0])]  # noqa: B023
+
+
+def stored_in_place(stored: StoredType, x: Any) -> Any:
+    """`stored.cast`, compiled; every device keeps its part of the array, or of each in a list of entries."""
+    if isinstance(x, list):
+        return [stored_in_place(stored.of_entry, each) for each in x]
     if isinstance(x, Quantized) or (not stored.dims and x.dtype == stored.dtype):
         return x
     return _stored(stored, x, x.sharding)

@@ -60,6 +60,11 @@ class LazyRows(Sequence[Row]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
+TRUTHS = "jaxrl.truths"
+"""Field of `Prompts.extras` with all ground truths of a prompt that has several: any of them is right. Its
+answer is the first one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
     """N prompts of one generation batch.
@@ -108,24 +113,78 @@ class TurnText(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Branch:
-    """A conversation of an agent's sample, of which a beginning may be trained elsewhere.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Consecutive tokens of a sample, on the host.
 
     Attributes:
-      tokens: int32 [T], from the first token that the model saw.
-      rollout_logprob, entropy: float32 [T], as in `Completions`; 0 on tokens that were not sampled.
-      mask: float32 [T], 1 on sampled tokens that no earlier branch of the sample trains.
-      version: int32 [T], version of the weights that sampled each token; 0 on those that were not sampled.
-      truncated: whether its last answer reached a limit.
+      tokens: int32 [R].
+      logprob: float32 [R], log-probability of each token under the sampler's distribution, with temperature;
+        0 for tokens that were not sampled.
+      entropy: float32 [R], entropy of that distribution in nats; 0 likewise.
+      version: int32 [R], version of the weights that sampled each token; given as a number, that of all.
     """
 
     tokens: np.ndarray
-    rollout_logprob: np.ndarray
+    logprob: np.ndarray
     entropy: np.ndarray
+    version: Any
+
+    def __post_init__(self):
+        if not isinstance(self.version, np.ndarray):
+            version = repeated(self.version, len(self.tokens), np.int32)
+            object.__setattr__(self, "version", version)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice | np.ndarray) -> Stretch:
+        """The tokens in a slice, or where a mask is True."""
+        return Stretch(*(x[part] for x in self.arrays))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self.tokens, self.logprob, self.entropy, self.version
+
+    @staticmethod
+    def concatenate(parts: Sequence[Stretch]) -> Stretch:
+        """The tokens of all `parts`, in order. If one part has them all, they are not copied."""
+        arrays = [part.arrays for part in parts if len(part)] or [_NO_TOKENS.arrays]
+        joined = map(np.concatenate, zip(*arrays, strict=True))
+        return Stretch(*(joined if len(arrays) > 1 else arrays[0]))
+
+
+_NO_TOKENS = Stretch(np.zeros(0, np.int32), *np.zeros((2, 0), np.float32), version=0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch(Stretch):
+    """A conversation of an agent's sample, of which a beginning may be trained elsewhere.
+
+    Its tokens begin with the first one that the model saw.
+
+    Attributes:
+      mask: float32 [R], 1 on sampled tokens that no earlier branch of the sample trains.
+      truncated: whether its last answer reached a limit.
+    """
+
     mask: np.ndarray
-    version: np.ndarray
     truncated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentFailure:
+    """Why the agent of a sample failed, and what was said until then.
+
+    Attributes:
+      message: the exception with the file and line of the user's code, or another reason.
+      traceback: traceback of the exception; "" without one.
+      said: conversations of the sample, the main one first. People read them; nothing is trained on them.
+    """
+
+    message: str
+    traceback: str = ""
+    said: tuple[Branch, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +193,13 @@ class AgentRows:
 
     Attributes:
       score_B: float32, score that the agent gave its sample; NaN where the graders decide.
-      failed_B: bool, samples whose agent failed or was late. They have no tokens and count in no baseline.
+      failures: B failures of agents that raised, were late or said nothing; None for the others. A failed
+        sample has no tokens, and counts in no baseline and no mean.
       branches: B tuples of further conversations; their tokens share the advantage of the sample.
     """
 
     score_B: np.ndarray
-    failed_B: np.ndarray
+    failures: tuple[AgentFailure | None, ...]
     branches: tuple[tuple[Branch, ...], ...]
 
 
@@ -218,6 +278,13 @@ class Completions:
         return np.array([len(t) for t in self.tokens], np.int64)
 
     @property
+    def counts_B(self) -> np.ndarray:
+        """Whether a sample counts in baselines and means, bool; those of failed agents do not."""
+        if self.of_agents is None:
+            return np.ones(len(self), bool)
+        return np.array([failure is None for failure in self.of_agents.failures], bool)
+
+    @property
     def policy_texts(self) -> tuple[str, ...]:
         """The policy's text of each row, its turns joined by newlines."""
         return tuple(
@@ -230,8 +297,8 @@ class Completions:
             self.tokens[b],
             self.rollout_logprob[b],
             self.entropy[b],
-            self.mask[b],
             self.version[b],
+            self.mask[b],
             bool(self.truncated_B[b]),
         )
 
@@ -354,9 +421,8 @@ class Scored:
 
     @property
     def counts_NG(self) -> np.ndarray:
-        """Whether a sample counts in its group, bool; those of failed agents do not."""
-        agents, ones_NG = self.completions.of_agents, np.ones(self.correct_NG.shape, bool)
-        return ones_NG if agents is None else ~agents.failed_B.reshape(ones_NG.shape)
+        """`Completions.counts_B` by group."""
+        return self.completions.counts_B.reshape(self.correct_NG.shape)
 
     def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Scored:
         """The groups of the prompts at `prompt_indices`, in that order."""

@@ -8,24 +8,30 @@ The functions are trusted code. They run in this process, or in a worker process
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
+import modulefinder
 import os
 import pathlib
 import pickle
 import re
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl import errors
 from jaxrl.errors import UserError
 
 # The recipes in a clone, and in an installed package.
 _CLONE = pathlib.Path(__file__).parents[1] / "configs"
 _PACKAGE = pathlib.Path(__file__).parent / "recipes"
+_EXTENSIONS = _CLONE.with_name("extensions")
 
 _FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
 
@@ -94,9 +100,11 @@ def load_function(
         else:
             module = _file_module(where) if is_file else importlib.import_module(where)
             function = getattr(module, name, None)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except BaseException as error:  # a user's module may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
         # The place of interest is the last line that is the user's, not the importer's.
-        ours = (__file__, importlib.__file__)
+        ours = (__file__, importlib.__file__, errors.__file__)
         places = [
             f"{frame.filename}:{frame.lineno}: "
             for frame in traceback.extract_tb(error.__traceback__)
@@ -155,6 +163,9 @@ def _file_module(where: str) -> types.ModuleType:
     name = f"user code of {file}"
     if name in sys.modules:
         return sys.modules[name]
+    if file.exists() and not file.is_file():
+        # The import would wait for the other end of a pipe.
+        raise UserError(f"{file} is no regular file; name a Python file")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "every .py file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -165,3 +176,46 @@ def _file_module(where: str) -> types.ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def source_digest(where: str) -> str:
+    """A digest of the files of a user's module: its own, and those of the user's modules that it imports.
+
+    Nothing is imported. Files of installed packages and of this program do not count.
+
+    Args:
+      where: "package.module" or "path/to/file.py".
+
+    Returns:
+      The digest; "" if the module is none of the user's, is missing, or cannot be read. Loading it says why.
+    """
+    folders = _user_folders()
+    finder = modulefinder.ModuleFinder(path=folders, excludes=["jaxrl"])
+    try:
+        if where.endswith(".py"):
+            finder.run_script(where)
+        elif where.partition(".")[0] != "jaxrl":
+            finder.import_hook(where)
+    except (ImportError, SyntaxError, OSError, ValueError):
+        return ""
+    digest = hashlib.sha256()
+    modules: dict[str, Any] = finder.modules  # without types in Python's own stubs
+    for name, module in sorted(modules.items()):
+        if module.__file__:
+            digest.update(f"{name}\0".encode() + pathlib.Path(module.__file__).read_bytes())
+    return digest.hexdigest() if modules else ""
+
+
+def _user_folders() -> list[str]:
+    """The folders that modules are imported from, without those of Python, of packages and of extensions."""
+    python = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    installed = re.compile(r"/(site|dist)-packages(/|$)")
+    return [
+        folder
+        for folder in dict.fromkeys(folders)
+        if os.path.isdir(folder)
+        and folder != str(_EXTENSIONS)
+        and not installed.search(folder)
+        and not any(folder == own or folder.startswith(f"{own}/") for own in python)
+    ]

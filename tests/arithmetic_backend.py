@@ -23,7 +23,7 @@ from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions, c
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions, Prompts, Stretch
 
 # (tokens of a prompt, index of the sample) -> int32 [R], the response with its stop id.
 Respond: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
@@ -162,9 +162,8 @@ class ArithmeticBackend:
         whole = np.asarray(self._respond(prompt, sample.index), np.int32)
         start, end = len(sample), min(len(sample) + count, len(whole), most)
         logprob = (-1.0 / np.arange(start + 1, end + 1)).astype(np.float32)
-        sample.add_decoded(
-            whole[start:end], logprob, np.full(end - start, ENTROPY, np.float32), step
-        )
+        entropy = np.full(end - start, ENTROPY, np.float32)
+        sample.add(Stretch(whole[start:end], logprob, entropy, step))
         sample.finished = end == min(len(whole), most)
         sample.truncated = sample.finished and int(whole[end - 1]) not in self._config.stop_ids
 

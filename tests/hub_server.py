@@ -28,10 +28,13 @@ class HubServer(http.server.ThreadingHTTPServer):
       gated: names that need a token.
       cards: head of a data set's card, as the hub parses it.
       cut_off: paths whose next answer ends in the middle.
+      most_bytes: the most bytes of a file in one answer, which breaks off then; 0 for all.
+      ranges: whether an answer can begin in the middle of a file.
       damaged: paths that arrive with other content than the hub tells.
       headers: headers of files that differ from what they should be.
       odd: part of a path -> a function of the handler, which answers in place of the hub.
       about: what differs from what should be told about a repository.
+      over: set at the end, for answers in `odd` that go on until then.
       requests: method and path of all requests.
     """
 
@@ -42,6 +45,8 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.repos, self.revisions, self.cards = {}, {}, {}
         self.gated, self.cut_off, self.damaged = set(), set(), set()
         self.headers, self.odd, self.about = {}, {}, {}
+        self.most_bytes, self.ranges = 0, True
+        self.over = threading.Event()
         self.requests = []
 
     @property
@@ -80,6 +85,7 @@ def serving() -> Iterator[HubServer]:
     try:
         yield server
     finally:
+        server.over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -142,8 +148,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found := _API.fullmatch(urllib.parse.urlsplit(self.path).path):
             kind, name, action, revision = found.groups()
             return self._about(kind, name, action, urllib.parse.unquote(revision or "main"))
-        if found := _FILE.fullmatch(path):
-            dataset, name, revision, file = found.groups()
+        # A revision may have slashes, which come quoted.
+        if found := _FILE.fullmatch(urllib.parse.urlsplit(self.path).path):
+            dataset, name, revision, file = (urllib.parse.unquote(g or "") for g in found.groups())
             return self._file("datasets" if dataset else "models", name, revision, file, body=body)
         return self._json({"error": path}, 404)
 
@@ -187,7 +194,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if file in self.server.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
         start = 0
-        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if asked and self.server.ranges:
             start = int(asked[1])
         self.send_response(206 if start else 200)
         headers = {"ETag": f'"{told}"', "X-Repo-Commit": commit_of(revision)} | self.server.headers
@@ -204,6 +212,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if file in self.server.cut_off:
             self.server.cut_off.discard(file)
             self.wfile.write(part[: len(part) // 2])
+            self.wfile.flush()
+            self.close_connection = True
+            self.connection.close()
+            return None
+        if 0 < self.server.most_bytes < len(part):
+            self.wfile.write(part[: self.server.most_bytes])
             self.wfile.flush()
             self.close_connection = True
             self.connection.close()

@@ -8,12 +8,12 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.make_plan import trace_plan
-from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan
-from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
 from jaxrl.roles.train_config import TrainConfig
+from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.make_plan import trace_plan
+from jaxrl_planner.memory import ResidentBuffers
+from jaxrl_planner.plan import Plan
+from jaxrl_planner.planned_roles import PlannedRoles, roles_without_devices
 
 RECIPE = pathlib.Path(__file__).parents[1] / "configs/dapo_qwen32b.py"
 
@@ -73,12 +73,12 @@ def pod_plan() -> Plan:
 
 def roles_planned(config: Config) -> PlannedRoles:
     """The roles of a plan, without the seconds of tracing their programs."""
-    return planned_roles(config, abstract_meshes(config))
+    return roles_without_devices(config)
 
 
 def buffers_named(plan: Plan | PlannedRoles, name: str) -> ResidentBuffers:
     if isinstance(plan, PlannedRoles):
-        (placed,) = plan.pools.values()
+        (placed,) = plan.pools
         held = plan.resident_buffers(placed)
     else:
         held = plan.pools[0].resident_buffers

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxrl.agents.conversation import ChatModel, Conversation
-from jaxrl.agents.session_prompts import SessionPrompts
-from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tokenizer import TextStream, Tokenizer
+from jaxrl.rollout.live_loop import LiveCounts
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.serving.http_server import HttpServer
-from jaxrl.serving.online_driver import Delta
-from jaxrl.serving.openai.endpoint import build_app
+from jaxrl_agents.conversation import ChatModel, Conversation
+from jaxrl_agents.session_prompts import SessionPrompts
+from jaxrl_agents.sessions import Session, Sessions
+from jaxrl_serving.http_server import HttpServer
+from jaxrl_serving.online_driver import Delta
+from jaxrl_serving.openai.endpoint import build_app
 
 
 def sizes_of(prompt: int, response: int, context: int, stop_ids=()) -> EngineConfig:
@@ -29,12 +30,13 @@ class ScriptedDriver:
     """
 
     alive, load = True, (0, 0)
+    counts = LiveCounts(*[0] * 7)
 
     def __init__(self, tokenizer: Tokenizer, say: Callable[[np.ndarray], np.ndarray]):
         self._tokenizer, self._say = tokenizer, say
         self.prompts: list[np.ndarray] = []
 
-    def submit_all(self, requests, texts=True):
+    def submit_all(self, requests, texts=True, shows_stop=False):
         for request, listener in requests:
             self.prompts.append(request.prompt)
             for index in range(request.options.num_samples):
@@ -58,7 +60,7 @@ class ScriptedDriver:
                 finish = "stop" if stopped else "length"
                 text += stream.end(at_stop_string=at_stop_string)
             logprob = -np.arange(first, first + len(part), dtype=np.float32) / 8
-            listener(Delta(index, part, logprob, -logprob, 0, pieces, text, finish))
+            listener(Delta(part, logprob, -logprob, 0, index, pieces, text, finish))
 
 
 @contextlib.contextmanager

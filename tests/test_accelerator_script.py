@@ -28,7 +28,7 @@ CHECKS = {
         "same_tokens",
         "tf32",
     },
-    "B": {"update", "decode", "decode_unrolled", "executable", "demo"},
+    "B": {"update", "decode", "decode_scanned", "executable", "demo"},
 }
 
 

@@ -86,7 +86,7 @@ def test_a_dry_run_of_a_recipe_needs_no_files(path, tmp_path, monkeypatch):
     config = load_config(Config, str(path.resolve()), {})
     monkeypatch.chdir(tmp_path)
     if config.sft.path == "conversations.jsonl":
-        (tmp_path / config.sft.path).touch()
+        (tmp_path / config.sft.path).write_text('{"prompt": "1 + 1?", "response": "2"}\n')
     check_for_plan(config)
 
 
@@ -117,7 +117,7 @@ def test_every_setting_is_read():
     hide an idle setting.
     """
     receivers: dict[str, set[str]] = {}
-    for path in [*(ROOT / "jaxrl").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]:
+    for path in (x for f in ("jaxrl", "extensions", "launch") for x in (ROOT / f).rglob("*.py")):
         for name, receiver in _attributes_read(ast.parse(path.read_text())):
             receivers.setdefault(name, set()).add(receiver)
     idle = [

@@ -1,5 +1,6 @@
 """The documentation: every link leads somewhere, and the site builds without warnings."""
 
+import ast
 import dataclasses
 import os
 import pathlib
@@ -41,7 +42,7 @@ def anchors_of(page: pathlib.Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", text) for text in kept}
 
 
-@pytest.mark.parametrize("page", ["tutorial", "from_trl", "from_verl", "troubleshooting", "faq"])
+@pytest.mark.parametrize("page", ["tutorial", "from_trl", "from_verl", "troubleshooting"])
 def test_settings_that_a_page_names_exist(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     if page == "from_verl":  # the first column has names of verl
@@ -107,6 +108,15 @@ def test_every_field_of_trl_is_named():
     assert not set(TRL_FIELDS) - set(re.findall(r"`([a-z_0-9]+)[`=]", table))
 
 
+def test_the_step_on_the_first_page_is_the_one_that_runs():
+    """The dataflow of DAPO, but for the numbers in the margin."""
+    (shown,) = re.findall(
+        r"```python\n(@dataflow.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    shown = re.sub(r" +# (\(\d\) ?)+$", "", shown, flags=re.MULTILINE)
+    assert (ROOT / "jaxrl/dataflows/dapo.py").read_text().endswith(shown)
+
+
 def test_errors_that_the_page_of_symptoms_quotes_are_raised():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     sources = [path.read_text() for path in (ROOT / "jaxrl").rglob("*.py")]
@@ -137,7 +147,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     commands = (tmp_path / "reference" / "commands.html").read_text()
     for name in cli.COMMANDS:
         assert f"usage: jaxrl {name}" in commands, name
-    assert "user_reward" in (tmp_path / "reference" / "names.html").read_text()
+    assert "jaxrl.rewards.Responses" in (tmp_path / "reference" / "names.html").read_text()
     broken = []
     for page in tmp_path.rglob("*.html"):
         for link in re.findall(r'(?:href|src)="([^"#?]+)[^"]*"', page.read_text()):
@@ -159,3 +169,58 @@ def test_layouts_that_pages_name_are_layouts():
         (fsdp,) = (int(cell) for cell in others if cell.isdecimal())
         layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
         assert layout.d % fsdp == 0
+
+
+def defined_names() -> set[str]:
+    """Classes, functions, arguments, variables and texts of the package, such as keys of its tables."""
+    names: set[str] = set()
+    for path in [*(ROOT / "jaxrl").rglob("*.py"), *(ROOT / "configs").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return names
+
+
+def missing_names(page: str) -> list[str]:
+    """Names of files, settings, classes and functions in a page that do not exist."""
+    folders = [ROOT, ROOT / "jaxrl", ROOT / "extensions"]
+    packages = [ROOT / "jaxrl", ROOT / "extensions"]
+    below = {path.name for root in packages for path in root.rglob("*") if path.is_dir()}
+    defined, missing = defined_names(), []
+    quoted = re.findall(
+        r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    )
+    for text in quoted:
+        name = re.split(r"[ =(\[]", text)[0]
+        is_file = "/" in name or name.endswith((".py", ".md", ".yaml", ".toml"))
+        if ":" in text or name in ("python", "make", "rm") or not re.fullmatch(r"[\w./]+", name):
+            continue
+        there = any((folder / name).exists() for folder in folders)
+        there |= is_file and any(any(root.rglob(name.strip("/"))) for root in packages)
+        if not (
+            there
+            or config_tree.setting_type(Config, name) is not None
+            or name in defined
+            or (not is_file and all(part in defined or part in below for part in name.split(".")))
+        ):
+            missing.append(text)
+    # The drawing of the layers.
+    for line in re.findall(r"^ {6,}\S.*", page, re.MULTILINE):
+        for name in re.findall(r"(?<![\w/])([a-z_]+)/", line):
+            if name not in below and not (ROOT / name).is_dir():
+                missing.append(f"{name}/")
+    return missing
+
+
+def test_names_of_the_architecture_exist():
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert not missing_names(page)
+    # A name that is gone is found.
+    gone = "`CurriculumBeside` `dataflows/gone.py` `rollout.vanished` `RunContext.vanished`\n      gone/  a\n"
+    assert len(missing_names(gone)) == 5

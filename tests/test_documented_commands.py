@@ -1,12 +1,14 @@
 """Every command that a page shows has files, flags and settings that exist.
 
-The tests read the command lines and run none of them.
+The tests read the command lines and run none of them. They run the imports and settings of code blocks.
 """
 
+import ast
 import contextlib
 import pathlib
 import re
 import shlex
+import textwrap
 
 import pytest
 
@@ -120,3 +122,28 @@ def test_pages_show_commands():
     shown = {pathlib.Path(word).stem for words in DOCUMENTED for word in words[:3]}
     assert len(DOCUMENTED) > 60
     assert set(cli.COMMANDS) <= shown | {name.replace("-", "_") for name in shown}
+
+
+CODE = {
+    page: [
+        ast.parse(textwrap.dedent(block))
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+    for page in PAGES
+}
+
+
+def is_setting(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Assign) and ast.unparse(line.targets[0]).startswith("config.")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE[page]], ids=lambda page: page.name)
+def test_settings_and_imports_of_its_code_exist(page):
+    for block in CODE[page]:
+        if all(map(is_setting, block.body)):
+            config = config_tree.to_config_dict(Config())
+            exec(ast.unparse(block), {"config": config})
+            config_tree.from_config_dict(Config, config)
+        for line in ast.walk(block):
+            if isinstance(line, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(line), {})

@@ -1,17 +1,24 @@
 """Files of strangers: whatever is wrong with one, its reader says so in one line that names it."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import socket
 
 import jax
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from jaxrl.config.command_line import load_recipe
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import read_demonstrations
 from jaxrl.data.preferences import read_preferences
 from jaxrl.data.problems import read_source
+from jaxrl.data.rows import parse_rows
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_json_object, read_text
@@ -20,6 +27,13 @@ from jaxrl.models.huggingface.config_json import read_adapter_config, read_confi
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.tracking.checkpoints import _ROWS
+from jaxrl.tracking.durable import AppendedFile, take_lock, write_atomically
+from jaxrl.tracking.metrics import MetricsWriter, read_metrics
+from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.stage_checkpoints import lost_rows
+from jaxrl.user_code import load_function
+from jaxrl_browse.browse_app import SampleFile
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -39,6 +53,7 @@ def healthy(tmp_path_factory) -> pathlib.Path:
     params = init_params(MODEL, jax.random.key(0))
     save_checkpoint(params, MODEL, folder, dtype="float32", max_shard_bytes=10_000)
     train_tokenizer(["1 + 1"], vocab_size=258).save(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     adapted = init_params(ADAPTED, jax.random.key(0))
     adapter = folder.with_name("adapter")
     save_adapter(adapted, ADAPTED, adapter, dtype="float32", base="model")
@@ -54,11 +69,13 @@ def healthy(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+TALK = [{"role": "user", "content": "Hello."}]
 READERS = {
     "config.json": read_config,
     "tokenizer.json": load_tokenizer,
     "tokenizer_config.json": load_tokenizer,
-    "chat_template.jinja": load_tokenizer,
+    # A template is read when a chat is rendered, and nowhere else.
+    "chat_template.jinja": lambda folder: load_tokenizer(folder).render_chat(TALK),
     "generation_config.json": load_tokenizer,
     "adapter_config.json": read_adapter_config,
     "model.safetensors.index.json": lambda folder: check_params(folder, MODEL),
@@ -100,7 +117,6 @@ VALUES = [
     ("config.json", ("layer_types",), (1, "x", {}, [1], [[]])),
     ("config.json", ("tie_word_embeddings",), ("x", [], {}, 2)),
     ("config.json", ("architectures",), ([["Qwen2ForCausalLM"]], [{}])),
-    ("tokenizer_config.json", ("chat_template",), ("{% for %}",)),
     ("tokenizer_config.json", ("eos_token",), (None, 1, [], {}, "no such", {"content": 1})),
     ("adapter_config.json", ("r",), ODD),
     ("adapter_config.json", ("lora_alpha",), [x for x in ODD if x != 1.5 and x is not True]),
@@ -161,6 +177,101 @@ def test_a_directory_in_the_place_of_a_file_is_named(folder, name):
     path.unlink(missing_ok=True)
     path.mkdir()
     named_in_one_line(folder, name)
+
+
+def make_socket(path):
+    # A socket's path has at most 107 characters.
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)
+
+
+def link_to_itself(path):
+    path.symlink_to(path)
+
+
+ODD_FILES = {
+    "pipe": os.mkfifo,
+    "folder": pathlib.Path.mkdir,
+    "socket": make_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "pipe behind a link": lambda path: (
+        os.mkfifo(path.with_name(f"{path.name}.pipe")),
+        path.symlink_to(path.with_name(f"{path.name}.pipe")),
+    ),
+    "link to nothing": lambda path: path.symlink_to(path.with_name("nothing")),
+    "link to itself": link_to_itself,
+}
+NEEDED = {
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"),
+    *("adapter_model.safetensors", "model-00001-of-00002.safetensors", *JSONL),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+@pytest.mark.parametrize("name", READERS)
+def test_nothing_waits_for_what_is_no_file(folder, name, kind):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    ODD_FILES[kind](path)
+    if name in NEEDED or not kind.startswith("link"):
+        named_in_one_line(folder, name)
+
+
+TABLES = {
+    "rows.parquet": lambda path: parse_rows(path, dict, example=""),
+    "rows.arrow": lambda path: parse_rows(path, dict, example=""),
+    "rows.json": lambda path: parse_rows(path, dict, example=""),
+    "second of a folder.parquet": lambda path: parse_rows(path.parent, dict, example=""),
+    "recipe.py": load_recipe,
+    "rewards.py": lambda path: load_function(f"{path}:reward", "reward.functions", takes=("x",)),
+    "template.jinja": lambda path: read_text(path, absent="name a template"),
+    "metrics.jsonl": read_metrics,
+    "samples.jsonl": SampleFile,
+    "run/metrics.jsonl": lambda path: AppendedFile(path),
+    "lock": take_lock,
+}
+
+
+@pytest.mark.parametrize("kind", [k for k in ODD_FILES if not k.startswith("link")])
+@pytest.mark.parametrize("name", TABLES)
+def test_no_reader_or_writer_of_a_run_waits(tmp_path, name, kind):
+    path = tmp_path / "files" / name
+    path.parent.mkdir(parents=True)
+    if name.startswith("second"):
+        pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), path.with_name("first.parquet"))
+    ODD_FILES[kind](path)
+    with pytest.raises(UserError) as error:
+        TABLES[name](path)
+    assert "\n" not in str(error.value) and path.name in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_a_file_that_is_replaced_may_have_been_anything_but_a_folder(tmp_path, kind):
+    path = tmp_path / "config.txt"
+    ODD_FILES[kind](path)
+    if kind != "folder":
+        # An earlier run may have left the file beside it, too.
+        ODD_FILES[kind](tmp_path / ".config.txt.tmp")
+    if kind == "folder":
+        with pytest.raises(UserError, match="is a folder"):
+            write_atomically(path, b"1")
+        assert path.is_dir() and len([*tmp_path.iterdir()]) == 1
+    else:
+        write_atomically(path, b"1")
+        assert path.read_bytes() == b"1" and not path.is_symlink()
+
+
+@pytest.mark.parametrize("kind", [k for k in ODD_FILES if not k.startswith("link")])
+def test_the_rows_of_a_run_are_compared_without_waiting(tmp_path, kind):
+    folder = StageFolder(tmp_path)
+    folder.checkpoints.manifests.mkdir(parents=True)
+    ODD_FILES[kind](folder.metrics)
+    with MetricsWriter(tmp_path / "other") as writer:
+        writer.write(1, {"a": 1.0})
+    manifest = folder.checkpoints.manifest(1)
+    manifest.write_text(json.dumps({_ROWS: list(writer.checksum)}))
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read"):
+        lost_rows(folder)
 
 
 @pytest.mark.parametrize("read", [read_config, load_tokenizer, read_adapter_config])

@@ -17,6 +17,7 @@ from digits import write_problems
 from processes import free_port, started
 from recipe_files import write_recipe_file
 from tiny_runs import SETTINGS, problems_in
+from walking_sampler import UNSEEDED, WALK
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
@@ -155,6 +156,23 @@ def test_two_processes_train_as_one(two, tmp_path):
         ours, theirs = (json.loads(line)["token_pieces"] for line in lines)
         assert ours["text"] == theirs["text"]
         assert_close(*(np.array(x["old_logprob"]) for x in (ours, theirs)), rtol=1e-3, scale=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", [False, True], ids=["whole batches", "partial"])
+def test_two_processes_choose_prompts_as_one(partial, tmp_path):
+    settings: dict = {"data.sampler": WALK, "algorithm.dataflow": "dapo"}
+    settings |= {"rollout.on_shortage": "fill", "rollout.max_generation_batches": 2}
+    if partial:
+        settings |= {"rollout.max_staleness": 1, "rollout.slots": 16}
+    check_equal(*both(tmp_path, **settings), "rl")
+
+
+@pytest.mark.slow
+def test_processes_that_choose_other_prompts_are_told(tmp_path):
+    recipe = write_recipe(tmp_path, **{"data.sampler": UNSEEDED})
+    for _, errors in run([recipe] * 2, status=2):
+        assert "error: the prompts of step 1 differ between processes" in errors
 
 
 @pytest.mark.long
@@ -352,8 +370,11 @@ def test_supervised_processes_go_on_after_a_kill(five, tmp_path, lost):
             pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
         )
         os.kill(int(child), signal.SIGKILL)
-        for _, errors in finish(supervisors):
-            assert "supervisor: ended with status" in errors
+        told = [errors for _, errors in finish(supervisors)]
+        assert all("supervisor: ended with status" in errors for errors in told)
+        # The other one names the lost one, and JAX ends nobody.
+        assert f"error: process {lost} " in told[1 - lost]
+        assert not any(word in errors for errors in told for word in ("SIGABRT", "Fatal Python"))
     assert rows_of(tmp_path, "rl") == rows_of(five, "rl")
 
 

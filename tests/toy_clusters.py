@@ -8,14 +8,14 @@ from model_sizes import sized_model
 
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.hardware.accelerators import Accelerator
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping import placements_of
-from jaxrl.planner.search.pool_fronts import divisors, layouts_of
-from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import LengthDistribution, Workload
+from jaxrl_planner.hardware.accelerators import Accelerator
+from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.search.mapping import placements_of
+from jaxrl_planner.search.pool_fronts import divisors, layouts_of
+from jaxrl_planner.simulation.assumptions import Assumptions
+from jaxrl_planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl_planner.simulation.simulate_passes import PassSimulator
+from jaxrl_planner.simulation.workload import LengthDistribution, Workload
 
 # Little is hidden and nothing set aside, so that every term decides something.
 ASSUME = Assumptions(memory_share=1.0, scratch_gb=0.0, overlap=0.25, latency_scale=0.1)

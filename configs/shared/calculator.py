@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from jaxrl.agents.worker import Problem
+from jaxrl_agents.worker import Problem
 
 TOOLS: Any = [
     {

@@ -65,7 +65,7 @@ def get_config():
     config.optim.lr_decay_steps = 24
     config.optim.lr_final = 0.1
 
-    # The mesh: one device needs no settings. docs/placement.md has more.
+    # The mesh: one device needs no settings. docs/mesh.md has more.
     config.evaluation.every = 6
     config.run.num_steps = 24
     config.run.save_every = 24

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.agents.environments import environment_agent
+from jaxrl_agents.environments import environment_agent
 
 NUMBERS, TURNS = 20, 6
 QUESTION = f"Guess my number from 1 to {NUMBERS}."

@@ -19,7 +19,7 @@ Values = TypeVar("Values")
 def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities [..., V] and their entropy [...] in nats.
 
-    The one definition of a token's probability: the sampler and the trainer both use it.
+    The definition of a token's probability. `rollout.sampling.draw_whole` has the same sums in one pass.
     """
     # In float32: bfloat16 has not even three digits, and losses take differences of log-probabilities.
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

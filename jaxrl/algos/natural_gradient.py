@@ -83,7 +83,7 @@ class Found(NamedTuple):
 
     Attributes:
       fraction: accepted fraction of the step; 0 if none was.
-      loss, kl: loss and KL there; the loss before the step and 0 if none was accepted.
+      loss, kl: loss and KL after the accepted step; without one, the old loss and 0.
       tried: number of fractions that were measured.
     """
 

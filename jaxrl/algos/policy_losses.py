@@ -31,7 +31,7 @@ from jaxrl.algos import covariance, kinks
 from jaxrl.algos.ratio import MAX_LOG_RATIO, ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.registry import array_names
 from jaxrl.algos.segments import masked, segment_mean, segment_sum
-from jaxrl.checks import MAX_COEFFICIENT, above, between, coefficient, positive_coefficient
+from jaxrl.checks import MAX_COEFFICIENT, between, coefficient, positive_coefficient
 
 # Upper bound of a sequence's mean log-ratio (GSPO). A lower bound is not needed: exp underflows to 0.
 MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -44,7 +44,7 @@ def clipped(
     *,
     clip_low: ClipWidth,
     clip_high: ClipWidth,
-    dual_clip: Annotated[float, above(1, at_most=MAX_COEFFICIENT, or_inf=True)],
+    dual_clip: Annotated[float, between(1, MAX_COEFFICIENT, has_low=False, or_inf=True)],
 ) -> Loss:
     """The clipped surrogate with separate bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
@@ -394,7 +394,7 @@ def sequence_masked(
     *,
     clip_low: ClipWidth,
     clip_high: ClipWidth,
-    dual_clip: Annotated[float, above(1, at_most=MAX_COEFFICIENT, or_inf=True)],
+    dual_clip: Annotated[float, between(1, MAX_COEFFICIENT, has_low=False, or_inf=True)],
     threshold: Annotated[float, positive_coefficient()],
 ) -> Loss:
     """`clipped`, without the sequences that are worse than expected and far from the sampler's policy.

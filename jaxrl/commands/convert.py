@@ -1,6 +1,6 @@
 """Exports what a run has trained, as a Hugging Face directory for Transformers, vLLM or PEFT.
 
-    python launch/convert.py --path runs/dapo_tiny/seed0 --out DIR [--push OWNER/NAME]
+    jaxrl convert --path runs/dapo_tiny/seed0 --out DIR [--push OWNER/NAME]
 
 The newest intact checkpoint is exported, with the files of the tokenizer. Adapters are merged into the
 weights; with --adapter_only they are saved alone, in PEFT's layout. Weights are written in bfloat16 unless

@@ -115,7 +115,7 @@ def _report(
     if tokenizer is not None:
         train = encode(problems.train, data, tokenizer)
         evaluation = encode(problems.evaluation, data, tokenizer)
-    print(data_card(problems, train, evaluation))
+    print(data_card(problems, train, evaluation, sampler=data.sampler))
     sources = (*problems.train, *problems.evaluation)
     encoded = (*train, *evaluation) or (None,) * len(sources)
     for source, prompts in zip(sources, encoded, strict=True):

@@ -20,7 +20,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -33,7 +33,8 @@ from jaxrl.commands.run_commands import prepared
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
 from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to_config_dict
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import check_sampling_batches, engine_config
+from jaxrl.config.shapes import check_sampling_batches, engine_config, stop_ids_of
+from jaxrl.data import model_directory
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, evaluation_prompts
@@ -45,14 +46,13 @@ from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import dtype_on
 from jaxrl.mesh.pools import read_placement, take_devices
-from jaxrl.mesh.rules import GENERATE_RULES, shards_of, with_shardings
+from jaxrl.mesh.rules import GENERATE_RULES, lists_layers, shardings, shards_of, with_shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.decoder import Params, decoder_graph, split_layers
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
 from jaxrl.rollout.drivers import build_backend, with_agent
-from jaxrl.serving import model_loading
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
 from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params
@@ -106,8 +106,8 @@ def main(argv: Sequence[str]) -> int:
 
 def is_run(path: pathlib.Path) -> bool:
     """Whether the model is the folder of a run; UserError if it is neither that nor a directory."""
-    model_loading.check_is_directory(path, or_else=", or the folder of a run")
-    return model_loading.is_run_folder(path)
+    model_directory.check_is_directory(path, or_else=", or the folder of a run")
+    return model_directory.is_run_folder(path)
 
 
 def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()) -> ConfigDict:
@@ -131,7 +131,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
         if run:
             _take_saved(tree, RunFolder(path).config)
         else:
-            context = model_loading.read_model(directory).context_tokens
+            context = model_directory.read_model(directory).context_tokens
             # The context is shared by prompt and response.
             response = min(_LONGEST_RESPONSE, context // 2)
             tree.rollout.max_response_tokens = response
@@ -205,7 +205,7 @@ def evaluate(
     Raises:
       UserError: something is missing, damaged or does not fit.
     """
-    found = model_loading.read_model(pathlib.Path(config.weights))
+    found = model_directory.read_model(pathlib.Path(config.weights))
     tokenizer, model = found.tokenizer, found.model
     problems, graders = _problems(config), graders_of(config, config.data.evaluation_sources)
     prompts = evaluation_prompts(encode(problems.evaluation, config.data, tokenizer))
@@ -245,9 +245,12 @@ def evaluate(
     folder = EvaluationFolder(pathlib.Path(out or f"evaluations/{name}-{crc:08x}"))
     training = config.rollout.sampling(config.seed)
     options = config.evaluation.sampling(training, step=EVALUATION_STEP)
-    stop_ids = (*tokenizer.stop_ids, *config.rollout.stop_ids)
+    stop_ids = stop_ids_of(config.rollout, tokenizer)
     engine = engine_config(
-        config, stop_ids, dynamic_sampling=False, replicas=shards_of("batch", GENERATE_RULES, mesh)
+        config,
+        stop_ids,
+        prompts_per_batch=config.rollout.num_prompts,
+        replicas=shards_of("batch", GENERATE_RULES, mesh),
     )
     # Before minutes of answering.
     hosts.on_first(lambda: ensure_writable(folder.path))
@@ -314,17 +317,18 @@ def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) 
     Raises:
       UserError: a file is damaged, or a run's checkpoint does not fit its model.
     """
-    where = model_loading.generation_shardings(model, mesh)
+    where = model_directory.generation_shardings(model, mesh)
     if not is_run(path):
         return load_params(path, model, where, dtype=dtype)
     trained = model_of_run(RunFolder(path).model)
-    like = with_shardings(
-        decoder_graph(trained)[1], model_loading.generation_shardings(trained, mesh)
-    )
+    _, shapes, axes = decoder_graph(trained)
+    # As they are stored, in stacks.
+    like = with_shardings(shapes, shardings(axes, shapes, GENERATE_RULES, mesh))
     _, params = read_newest_params(path, like)
 
     def merged(params: Params) -> Params:
-        return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), lora.merge(params, trained))
+        merged = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), lora.merge(params, trained))
+        return split_layers(merged) if lists_layers(mesh) else merged
 
     # Merged where they are used, so no device holds all of them.
     return jax.jit(merged, out_shardings=where)(params)
@@ -371,21 +375,34 @@ def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
     lines = [["", *parts]]
     lines.append(["problems", *(f"{len(part.completions.prompts):,}" for part in parts.values())])
     accuracy = re.compile(
-        rf"val-(?:core|aux)/{re.escape(next(iter(parts)))}/acc/(\w+@\d+)(?:/mean)?"
+        rf"val-(?:core|aux)/(?:{'|'.join(map(re.escape, parts))})/acc/(\w+@\d+)(?:/mean)?"
     )
-    for name in [found[1] for key in metrics if (found := accuracy.fullmatch(key))]:
+    # Once each: a data set without a finished answer has none of them.
+    for name in dict.fromkeys(m[1] for key in metrics if (m := accuracy.fullmatch(key))):
         # For correctness best@k measures the same as pass@k with more noise. worst@k is only in the metrics.
         if not name.startswith(("best@", "worst@")):
             lines.append([name, *(_shown(metrics, source, name) for source in parts)])
-    truncated = [f"{part.completions.truncated_B.mean():.1%}" for part in parts.values()]
-    lines.append(["truncated", *truncated])
-    unread = [np.mean([p is None for p in part.predictions]) for part in parts.values()]
-    lines.append(["without answer", *(f"{share:.1%}" for share in unread)])
-    failed = [sum(f is not None for f in part.failures) for part in parts.values()]
-    if any(failed):
-        lines.append(["grader failed", *(f"{count:,}" for count in failed)])
-    lengths = [part.completions.lengths_B.mean() for part in parts.values()]
-    lines.append(["response tokens", *(f"{mean:,.1f}" for mean in lengths)])
+    counted = [part.completions.counts_B for part in parts.values()]
+
+    def line(title: str, form: str, values: Callable[[Scored], Any]) -> list[str]:
+        """Means over the samples that count."""
+        found = [
+            np.asarray(values(part))[counts_B]
+            for part, counts_B in zip(parts.values(), counted, strict=True)
+        ]
+        return [title, *(format(x.mean(), form) if len(x) else "-" for x in found)]
+
+    lines.append(line("truncated", ".1%", lambda part: part.completions.truncated_B))
+    unread = lambda part: [p is None for p in part.predictions]  # noqa: E731
+    lines.append(line("without answer", ".1%", unread))
+    failed = {
+        "grader failed": [sum(f is not None for f in part.failures) for part in parts.values()],
+        "agent failed": [int((~counts_B).sum()) for counts_B in counted],
+    }
+    for title, counts in failed.items():
+        if any(counts):
+            lines.append([title, *(f"{count:,}" for count in counts)])
+    lines.append(line("response tokens", ",.1f", lambda part: part.completions.lengths_B))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -397,10 +414,12 @@ def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
 
 
 def _shown(metrics: Mapping[str, float], source: str, name: str) -> str:
-    """A statistic of a data set, with its standard error: "78.9% ± 4.4%"."""
+    """A statistic of a data set, with its standard error: "78.9% ± 4.4%"; "-" without a finished answer."""
     keys = (
         f"val-{part}/{source}/acc/{name}{end}" for part in ("core", "aux") for end in ("", "/mean")
     )
-    value = next(metrics[key] for key in keys if key in metrics)
+    value = next((metrics[key] for key in keys if key in metrics), None)
+    if value is None:
+        return "-"
     stderr = metrics.get(f"val-aux/{source}/acc/{name}/stderr")
     return f"{value:.1%}" + ("" if stderr is None else f" ± {stderr:.1%}")

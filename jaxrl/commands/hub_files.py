@@ -12,8 +12,8 @@ from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.local_paths import EVALUATION, TRAINING, open_hub
 from jaxrl.mesh import hosts
 from jaxrl.mesh.pools import take_devices
-from jaxrl.trainer.algorithm import pools_of
 from jaxrl.trainer.findings import Faults
+from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.role_table import ROLES
 
 # Besides the weights of the roles in `ROLES`.
@@ -65,12 +65,12 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
     if not wanted:
         return config
     faults = Faults()
-    # Missing devices are told with missing files, so that one start finds both.
+    # Missing devices are reported with missing files, so that one start finds both.
     if devices:
-        faults("devices", lambda: take_devices(pools_of(config), devices))
+        faults("devices", lambda: take_devices(resolve(config).pools, devices))
     for setting, (check, _) in wanted.items():
         faults(setting, check)
-    faults.check()
+    faults.check(has_plan=bool(devices))
     tree = to_config_dict(config)
     for setting, (_, fetch) in wanted.items():
         # Processes that share a cache find the files there after the first has fetched them.

@@ -8,27 +8,33 @@ import pathlib
 
 import jax
 
+from jaxrl import extensions
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
-from jaxrl.data.data_config import TASK
-from jaxrl.errors import UserError
+from jaxrl.data.curriculum import load_sampler
+from jaxrl.data.data_config import EvaluationSourceConfig
+from jaxrl.data.demonstrations import read_demonstrations
+from jaxrl.data.problems import check_file
+from jaxrl.errors import UserError, must_return
 from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
-from jaxrl.planner import plan_output
-from jaxrl.planner.make_plan import peak_memory_line, trace_plan
-from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import reward_function
 from jaxrl.tracking.durable import ensure_writable, take_lock
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.findings import REINFORCEMENT, Faults
+from jaxrl.trainer.findings import REINFORCEMENT, Faults, find_packages
+from jaxrl.trainer.open_settings import resolved, with_cpu_devices
 from jaxrl.trainer.run_files import stage_folders
-from jaxrl.user_code import load_agent, load_function, names_function
+from jaxrl.trainer.run_rewards import needs_truths
+from jaxrl.user_code import load_agent, load_function
+
+_PEAK_MEMORY = "the planned peak memory"
 
 
+@must_return()
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     kind = program.training_of(config).kind
@@ -39,22 +45,23 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
             folder = config.run_folder.path
             ensure_writable(folder)
             lock = take_lock(folder / f"process.{config.hosts.place}.lock")
-            # A second descriptor, which nobody closes: the lock lasts until the process ends.
+            # A second descriptor, which is never closed: the lock lasts until the process ends.
             os.dup(lock.fileno())
         config = _started(config)
         # Fetching may take an hour.
         with hosts.watched(config.hosts):
             config = resolved(with_hub_files(config, jax.devices()), jax.devices(), kind=kind)
             status = program.train(config, report=write_report)
-            if kind == REINFORCEMENT and not status and hosts.is_first():
-                print(peak_memory_line(config))
+            told = not status and hosts.is_first() and extensions.is_installed(_PEAK_MEMORY)
+            if kind == REINFORCEMENT and told:
+                print(extensions.lookup(_PEAK_MEMORY)(config))
         return status
     if kind != REINFORCEMENT:
         raise UserError(
             "--dry_run plans reinforcement learning, and this recipe has none (run.num_steps "
             f"{config.run.num_steps}, preference.loss {config.preference.loss!r}); leave it out"
         )
-    plan_output.show(trace_plan(with_cpu_devices(config)))
+    extensions.lookup("train --dry_run")(with_cpu_devices(config))
     check_for_plan(config)
     return 0
 
@@ -85,10 +92,12 @@ def check_for_plan(config: Config) -> None:
     """
     faults = Faults()
     sources = config.data.training_sources | config.data.evaluation_sources
-    paths = {name: source.path for name, source in sources.items()}
-    paths |= {"sft.path": config.sft.path if config.sft.num_steps else ""}
-    for setting, path in paths.items():
-        faults(setting, functools.partial(_check_there, path))
+    for name, source in sources.items():
+        needed = name not in config.data.training_sources or needs_truths(config)
+        faults(name, functools.partial(_check_source, source, needs_truth=needed))
+    if (path := config.sft.path) and config.sft.num_steps and not hub_name(path):
+        faults("sft.path", functools.partial(read_demonstrations, path, source=path))
+    find_packages(config, faults)
     graders = {"reward.grader": (config.reward.grader, config.reward.grader_options)}
     for name, source in sources.items():
         graders |= {f"{name}.grader": (source.grader, {})} if source.grader else {}
@@ -98,14 +107,16 @@ def check_for_plan(config: Config) -> None:
         faults(f"reward.functions.{name}", functools.partial(reward_function, function["path"]))
     if agent := config.rollout.agent:
         faults("rollout.agent", functools.partial(load_agent, agent))
+    if sampler := config.data.sampler:
+        faults("data.sampler", functools.partial(load_sampler, sampler))
     faults.check()
 
 
-def _check_there(path: str) -> None:
-    if names_function(path):
-        load_function(path, "data function")
-    elif path and not (path.startswith(TASK) or hub_name(path) or os.path.exists(path)):
-        raise UserError(f"{path} does not exist")
+def _check_source(source: EvaluationSourceConfig, *, needs_truth: bool) -> None:
+    if source.has_function:
+        load_function(source.path, "data function")
+    elif source.path and not (source.task or hub_name(source.path)):
+        check_file(source, needs_truth=needs_truth)
 
 
 def write_report(run: RunContext) -> pathlib.Path:

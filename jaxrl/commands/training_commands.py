@@ -9,6 +9,7 @@ import importlib
 import re
 from collections.abc import Sequence
 
+from jaxrl import extensions
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
 
@@ -21,8 +22,7 @@ def train(argv: Sequence[str]) -> int:
         if supervise and not dry_run:
             # The started command must not supervise again.
             arguments = [text for text in argv[1:] if not re.match("--?supervise(=|$)", text)]
-            module = importlib.import_module("jaxrl.commands.supervise")
-            return module.supervise(config, arguments)
+            return extensions.lookup("train --supervise")(config, arguments)
         # Only now: settings are read without JAX, whose import takes seconds.
         module = importlib.import_module("jaxrl.commands.run_commands")
         return module.train_or_plan(config, dry_run=dry_run)

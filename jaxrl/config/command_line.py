@@ -18,6 +18,7 @@ import ast
 import dataclasses
 import difflib
 import math
+import os
 import pathlib
 import re
 import sys
@@ -29,9 +30,10 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
 
-from jaxrl.checks import bare
+from jaxrl.checks import quoted, shown
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
+from jaxrl.files import read_bytes
 from jaxrl.flags import help_of
 from jaxrl.user_code import bundled_recipes
 
@@ -81,6 +83,16 @@ def run(
     try:
         # What is no flag are names of groups after --help.
         _, *groups = own([program, *rest])
+    except flags.UnrecognizedFlagError as error:
+        known = config_tree.leaf_types(config_class)
+        near = [f"--{name}" for name in difflib.get_close_matches(error.flagname, [*own])]
+        near += [
+            f"--config.{n}=VALUE" for n in config_tree.near_settings(error.flagname, known.keys())
+        ]
+        hint = f"near: {near[0]}" if near else "settings are given as --config.NAME=VALUE"
+        raise UserError(
+            f"unknown flag --{error.flagname}; {hint} (--help lists all flags and settings)"
+        ) from error
     except flags.Error as error:
         raise UserError(f"{error} (--help lists all flags and settings)") from error
     if own["help"].value:
@@ -91,17 +103,7 @@ def run(
             f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
         )
     config = load_config(config_class, own["config"].value, overrides)
-    try:
-        return command(config, **{name: own[name].value for name in switches}) or 0
-    except SystemExit as error:
-        if error.code:
-            raise
-        # Status 0 would say that the run is finished.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{place.filename}:{place.lineno} has ended the program (SystemExit); a function that a config "
-            "names must return"
-        ) from error
+    return command(config, **{name: own[name].value for name in switches}) or 0
 
 
 def load_config(
@@ -125,6 +127,7 @@ def load_config(
     tree = recipe
     if not isinstance(tree, ml_config_dict.ConfigDict):
         tree = load_recipe(tree, known=list(config_tree.leaf_types(config_class)))
+    tree = config_tree.complete(config_class(), tree)
     for name, text in overrides.items():
         override(config_class, tree, name, text)
     return config_tree.from_config_dict(config_class, tree)
@@ -143,7 +146,8 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
       UserError: there is no such setting, or the files of a model give its value. Types and ranges are
         checked when the tree is read.
     """
-    kind, known = config_tree.setting_type(config_class, name), config_tree.leaf_types(config_class)
+    known = config_tree.leaf_types(config_class)
+    kind = config_tree.setting_type(config_class, name)
     if kind is not None and name.startswith(told_names(config_class)):
         raise UserError(
             f"--config.{name}: the model's files tell this; set weights, or in the recipe "
@@ -169,7 +173,8 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
         )
     # The name of an entry of any type is not checked later, so the entry must be there.
     if kind is None or (kind is Any and leaf not in node):
-        raise config_tree.unknown_setting(name, {*known, *_names_in(tree)})
+        known = config_tree.names_near(config_class, name)
+        raise config_tree.UnknownSetting(name, {*known, *_names_in(tree)})
     if value is None and isinstance(node, config_tree.Table):
         # "none" takes an entry out of a free-form dict.
         if leaf in node:
@@ -178,12 +183,12 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
     try:
         node[leaf] = value
     except (TypeError, ValueError) as error:
-        raise UserError(f"--config.{name}={value}: {error}") from error
+        raise UserError(f"--config.{name}={shown(value)}: {error}") from error
 
 
 def _parsed(text: str, kind: Any) -> Any:
     """The value that a text means for a setting of a type. Text of another type stays text."""
-    inner = bare(kind)
+    inner = config_tree.bare(kind)
     is_text = inner is str or all(isinstance(x, str) for x in typing.get_args(inner) or (0,))
     if text.lower() == "none" and (config_tree.accepts_none(kind) or not is_text):
         return None
@@ -222,7 +227,7 @@ def load_recipe(
         # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
         # time, so it would miss an edit within the same second.
         # `dont_inherit`: the `from __future__` above is not meant for recipes.
-        code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        code = compile(read_bytes(path, absent="name a recipe"), path, "exec", dont_inherit=True)
         names: dict[str, Any] = {"__name__": "recipe", "__file__": path}
         exec(code, names)
         get_config = names.get("get_config")
@@ -237,8 +242,9 @@ def load_recipe(
     ) as error:  # a recipe is the user's own code and may raise anything
         raise UserError(_recipe_failure(path, error, known)) from error
     if not isinstance(tree, ml_config_dict.ConfigDict):
-        raise UserError(f"get_config() of {path} returned {tree!r}, not a ConfigDict")
-    return tree.lock()
+        raise UserError(f"get_config() of {path} returned {shown(tree)}, not a ConfigDict")
+    # A recipe that builds on this one fails at the line that misspells a setting.
+    return config_tree.locked(tree)
 
 
 def recipe_path(recipe: str) -> str:
@@ -250,20 +256,21 @@ def recipe_path(recipe: str) -> str:
     Raises:
       UserError: there is neither; names similar recipes.
     """
-    if pathlib.Path(recipe).is_file():
+    # Of os.path, whose answer to a path that no file system can hold is no.
+    if os.path.isfile(recipe):
         return recipe
     name = recipe.removesuffix(".py")
     if recipe and "/" not in name:
         for folder in (_HERE, bundled_recipes()):
-            if (folder / f"{name}.py").is_file():
+            if os.path.isfile(folder / f"{name}.py"):
                 return str(folder / f"{name}.py")
-    raise UserError(f'no recipe file "{recipe}"; {recipes_near(recipe)}')
+    raise UserError(f"no recipe file {quoted(recipe)}; {recipes_near(recipe)}")
 
 
 def recipes_near(recipe: str) -> str:
     """Returns text that suggests recipes: those with a similar name, otherwise the first few."""
     given = pathlib.Path(recipe)
-    beside = given.parent.glob("*.py") if given.name else ()
+    beside = given.parent.glob("*.py") if given.name and os.path.isdir(given.parent) else ()
     here = {file.stem: str(file) for file in sorted({*beside, *_HERE.rglob("*.py")})}
     bundled = {file.stem: file.stem for file in sorted(bundled_recipes().glob("*.py"))}
     known = bundled | here
@@ -348,7 +355,7 @@ def _recipe_failure(path: str, error: BaseException, known: Sequence[str]) -> st
         r"""(?:Key )?["'](\w+)["']""", str(cause.args[0])
     )
     if misspelt:
-        return f"{place}: {config_tree.unknown_setting(misspelt[1], known)}"
+        return f"{place}: {config_tree.UnknownSetting(misspelt[1], known)}"
     return f"{place}: {type(error).__name__}: {error}"
 
 

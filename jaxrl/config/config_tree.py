@@ -12,24 +12,27 @@ keep their defaults.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import functools
+import pathlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar
 
 from ml_collections import config_dict as ml_config_dict
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
 
 from jaxrl import checks
 from jaxrl.errors import UserError
 
 C = TypeVar("C")
 
-# Names that are suggested at most, and their least likeness: that of `difflib.get_close_matches`.
+# Names that are suggested at most.
 _NUM_NEAR = 3
-_NEAR_RATIO = 0.6
 
 
 class Group(ml_config_dict.ConfigDict):
@@ -69,12 +72,65 @@ def to_config_dict(config: Any) -> Group:
     for name in tree:
         value = getattr(config, name)
         tree[name] = Table(value) if isinstance(value, Mapping) else value
-    # Locked, so that a misspelt setting fails at its line of the recipe.
+    # So that a misspelt setting fails at its line of the recipe.
     tree.lock()
+    _unlock_tables(tree)
+    return tree
+
+
+def complete(default: Any, tree: ml_config_dict.ConfigDict) -> ml_config_dict.ConfigDict:
+    """Fills what a ConfigDict leaves out, at any depth, and locks it. Names that are no settings stay.
+
+    Args:
+      default: an instance of the class of all settings.
+      tree: ConfigDict, which a recipe may have made by itself instead of by `to_config_dict`; it is changed.
+
+    Raises:
+      UserError: it cannot be read: a required value is missing, a key is no text, or it contains itself.
+    """
+    with _readable():
+        tree.unlock()
+        _fill(default, tree)
+    return locked(tree)
+
+
+def locked(tree: ml_config_dict.ConfigDict) -> ml_config_dict.ConfigDict:
+    """Locks a ConfigDict, except for its free-form dicts. Errors as in `complete`."""
+    with _readable():
+        tree.lock()
+        _unlock_tables(tree)
+    return tree
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except (ml_config_dict.RequiredValueError, RecursionError, TypeError) as error:
+        raise UserError(
+            f"the recipe's ConfigDict cannot be read ({type(error).__name__}: {error}); begin with "
+            "to_config_dict(Config()), and give every setting a value"
+        ) from error
+
+
+def _fill(default: Any, tree: ml_config_dict.ConfigDict) -> None:
+    for name, whole in to_config_dict(default).items():
+        given: Any = tree.get(name)
+        if name not in tree:
+            tree[name] = whole
+        elif isinstance(whole, Table):
+            if isinstance(given, ml_config_dict.ConfigDict) and not isinstance(given, Table):
+                tree[name] = Table(typing.cast("Any", given))
+        elif isinstance(whole, Group) and isinstance(given, ml_config_dict.ConfigDict):
+            _fill(getattr(default, name), given)
+
+
+def _unlock_tables(tree: ml_config_dict.ConfigDict) -> None:
     for entry in tree.values():
         if isinstance(entry, Table):
             entry.unlock()
-    return tree
+        elif isinstance(entry, ml_config_dict.ConfigDict):
+            _unlock_tables(entry)
 
 
 def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
@@ -87,14 +143,16 @@ def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
       UserError: a setting is unknown (the message suggests similar names), of the wrong type or out of range,
         or a group rejected its values. The message has the dotted name.
     """
+    values = _plain(config_dict)
     try:
-        return TypeAdapter(cls).validate_python(_plain(config_dict))
+        return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         for fault in error.errors():
             # First of all: a misspelt name explains the other errors.
-            if fault["type"] == "unexpected_keyword_argument":
-                raise unknown_setting(".".join(map(str, fault["loc"])), leaf_types(cls)) from None
-        raise UserError(checks.fault_of(cls, error)) from None
+            if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+                name = ".".join(map(str, fault["loc"]))
+                raise UnknownSetting(name, names_near(cls, name)) from None
+        raise UserError(checks.fault_of(error, values)) from None
 
 
 def _plain(value: Any) -> Any:
@@ -153,35 +211,78 @@ def format_config(config: Any) -> str:
     return "".join(f"{name} = {value!r}\n" for name, value in flatten_config(config).items())
 
 
-def unknown_setting(name: str, known: Iterable[str]) -> UserError:
-    """Makes the error for a setting that does not exist, with up to three similar names.
+class UnknownSetting(UserError):
+    """A setting that does not exist.
+
+    Attributes:
+      name: what was given.
+      near: up to three settings that may be meant, nearest first.
+    """
+
+    def __init__(self, name: str, known: Iterable[str]):
+        self.name, self.near = name, near_settings(name, set(known))
+        hint = (
+            "near: " + ", ".join(self.near) if self.near else "none is near, --help lists them all"
+        )
+        super().__init__(f"unknown setting {checks.quoted(name)}; {hint}")
+
+
+def names_near(cls: type, name: str) -> set[str]:
+    """Dotted names of all settings of `cls`, and of those beside `name` if it is in an entry of a dict."""
+    group = name.rpartition(".")[0]
+    return {*leaf_types(cls), *(f"{group}.{leaf}" for leaf in _fields(setting_type(cls, group)))}
+
+
+def near_settings(name: str, known: Set[str]) -> list[str]:
+    """Up to three settings that a name may mean: those that TRL or verl call so, else those named alike.
 
     Similarity is measured on the whole dotted name and on its last part alone. So a correct last part in
     the wrong group is found too.
     """
-    ranked = []
-    for other in set(known):
-        whole = difflib.SequenceMatcher(None, name, other).ratio()
-        last = difflib.SequenceMatcher(None, name.split(".")[-1], other.split(".")[-1]).ratio()
-        # The whole name breaks ties when several groups have the same last part.
-        ranked.append((max(whole, last), whole, other))
-    near = [other for ratio, _, other in sorted(ranked, reverse=True) if ratio >= _NEAR_RATIO]
-    hint = "near: " + ", ".join(near[:_NUM_NEAR]) if near else "none is near, --help lists them all"
-    return UserError(f'unknown setting "{name}"; {hint}')
+    parts = name.lower().replace("-", "_").split(".")
+    # verl's names have groups in front: actor_rollout_ref.actor.optim.lr.
+    theirs = (_other_names().get(".".join(parts[n:])) for n in range(len(parts)))
+    meant = [x for x in next(filter(None, theirs), ()) if {x, x.rpartition(".")[0]} & known]
+    if meant:
+        return meant[:_NUM_NEAR]
+    leaves = difflib.get_close_matches(parts[-1], {x.rpartition(".")[2] for x in known})
+    same = [x for leaf in leaves for x in sorted(known) if x.rpartition(".")[2] == leaf]
+    near = difflib.get_close_matches(name, known) + difflib.get_close_matches(name, same, cutoff=0)
+    return list(dict.fromkeys(near))[:_NUM_NEAR]
+
+
+@functools.cache
+def _other_names() -> dict[str, list[str]]:
+    """Our settings by their names in TRL and verl."""
+    lines = pathlib.Path(__file__).with_name("other_names.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    return {name: ours for name, *ours in rows}
 
 
 def setting_type(cls: type, name: str) -> Any:
     """The annotation of a setting, or of an entry of a free-form dict; None if there is none of that name."""
     kind: Any = cls
     for part in name.split("."):
-        inner = checks.bare(kind)
-        if dataclasses.is_dataclass(inner):
-            kind = typing.get_type_hints(typing.cast("type", inner)).get(part)
-        elif is_dict(inner):
-            kind = (typing.get_args(inner) or (str, Any))[1]
-        else:
-            return None
+        inner = bare(kind)
+        entry = (typing.get_args(inner) or (str, Any))[1] if is_dict(inner) else None
+        kind = _fields(inner).get(part, entry)
     return kind
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The annotation of each setting of a group; {} for what is no group."""
+    kind = bare(kind)
+    is_group = dataclasses.is_dataclass(kind) or is_typeddict(kind)
+    return typing.get_type_hints(kind) if is_group else {}
+
+
+def bare(annotation: Any) -> Any:
+    """An annotation without rules and without None."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return bare(typing.get_args(annotation)[0])
+    members = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return bare(members[0]) if is_union and len(members) == 1 else annotation
 
 
 def accepts_none(annotation: Any) -> bool:
@@ -191,7 +292,7 @@ def accepts_none(annotation: Any) -> bool:
 
 def group_class(annotation: Any) -> type | None:
     """The dataclass in `X` or `X | None`; None if `annotation` is not a group of settings."""
-    inner = checks.bare(annotation)
+    inner = bare(annotation)
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 

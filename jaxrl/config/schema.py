@@ -20,13 +20,14 @@ from jaxrl.dataflows.algorithm_config import (
 )
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.mesh.pools import PoolSettings
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optimizer import OptimConfig, StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.rollout_config import RolloutConfig
-from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_P, truncation_of
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_K, TOP_P, truncation_of
 from jaxrl.tracking.run_folder import RunConfig, RunFolder, StageFolder
 from jaxrl.user_code import names_function
 
@@ -102,16 +103,19 @@ class PreferenceConfig:
 class EvaluationConfig:
     """Evaluation of the policy on the evaluation problems."""
 
-    every: Annotated[int, steps(1)] = 10
+    every: Annotated[int, steps(-1)] = 10
     """Number of steps between evaluations. One more runs before the first step and after the
-    last.
+    last. 0 evaluates nothing, -1 before the first step alone.
     """
     num_samples: Annotated[int, count(1)] = 8
     """Number of answers per problem; accuracy is their mean (avg@n)."""
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     """Sampling temperature; 0 is greedy."""
+    top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    """Limit on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
+    """Limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`. A top_k of 0
+    is no limit.
+    """
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
@@ -123,7 +127,7 @@ class EvaluationConfig:
             num_samples=self.num_samples,
             step=step,
             temperature=self.temperature,
-            truncation=truncation_of(top_k=0, top_p=self.top_p),
+            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p),
             # Nothing is trained on these answers.
             keeps_routes=False,
         )
@@ -143,9 +147,9 @@ class Config:
     """PEFT directory with the initial adapters (`model.lora`); "" starts with new adapters."""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
-    placement: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Devices of each role, as a dict of pool name -> pool settings in the format of
-    `mesh.pools.read_placement`; {} puts all roles on all devices.
+    placement: dict[str, PoolSettings] = dataclasses.field(default_factory=dict)
+    """Devices of each role, as a dict of pool name -> `mesh.pools.PoolSettings`; {} puts all roles
+    on all devices.
     """
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
@@ -164,6 +168,8 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
+        if not self.name.strip():
+            raise ValueError(f"name {self.name!r} is empty; give the run's folder a name")
         if self.adapter and not (self.weights and self.model.lora.rank):
             raise ValueError(
                 f"adapter {shown(self.adapter)} sits on the weights of a base model and is trained as "
@@ -173,6 +179,11 @@ class Config:
             raise ValueError(
                 "train.replay_routes takes the experts of one answer to a prompt, and rollout.agent makes "
                 "conversations of several; set one of the two off"
+            )
+        if self.data.chat and self.rollout.agent:
+            raise ValueError(
+                "data.chat renders prompts as chats, and rollout.agent writes the "
+                "messages of its chats itself; set data.chat to False"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.row_tokens < longest:
@@ -200,6 +211,12 @@ class Config:
     def longest_sequence(self) -> int:
         """The largest number of tokens of a prompt and its response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """The number of prompts of a generation batch."""
+        rollout, dynamic = self.rollout, self.algorithm.flow.dynamic_sampling
+        return rollout.generation_prompts if dynamic else rollout.num_prompts
 
     @property
     def truncates_logprobs(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import places
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
@@ -24,6 +25,7 @@ from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.roles.packing import PackedShape, RowLimits
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 
 # Tokens that rows are made longer up to: more answers to a prompt in a row save little.
@@ -71,20 +73,26 @@ def step_shape(config: Config, meshes: Sequence[Mesh] = ()) -> PackedShape:
     return limits.shape(sequences, minibatches=config.algorithm.updates_per_step)
 
 
+def stop_ids_of(rollout: RolloutConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All token ids that end a response: the tokenizer's, the settings', those that stop strings name."""
+    named = tokenizer.ids_named_by(rollout.stop_strings)
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *rollout.stop_ids, *named)))
+
+
 def engine_config(
-    config: Config, stop_ids: tuple[int, ...], *, dynamic_sampling: bool, replicas: int
+    config: Config, stop_ids: tuple[int, ...], *, prompts_per_batch: int, replicas: int
 ) -> EngineConfig:
     """Sizes of the engine that the actor samples with: no more slots than a generation batch has samples.
 
     Args:
       config: config of the run, with a number of slots.
       stop_ids: token ids that end a response.
-      dynamic_sampling: as in `Dataflow`.
+      prompts_per_batch: number of prompts of a generation batch.
       replicas: number of replicas that sample; each has the same number of slots.
     """
     rollout = config.rollout
     assert rollout.slots != "auto", "the planner has chosen the number of slots"
-    samples = rollout.prompts_per_batch(dynamic_sampling=dynamic_sampling) * rollout.num_samples
+    samples = prompts_per_batch * rollout.num_samples
     # Matmuls of one row round otherwise.
     each = max(2 if rollout.deterministic else 1, -(-samples // replicas))
     settings = rollout.engine_settings(

@@ -26,18 +26,23 @@ def data_card(
     problems: Problems,
     train: Sequence[EncodedPrompts] = (),
     evaluation: Sequence[EncodedPrompts] = (),
+    *,
+    sampler: str = "",
 ) -> str:
     """The card as text, a paragraph for each source.
 
     Args:
       problems: The training and evaluation sources.
       train, evaluation: Their encoded prompts, one entry a source; () leaves out the lengths.
+      sampler: `data.sampler`, which then decides the shares of the sources.
     """
     total = sum(source.settings.weight for source in problems.train)
     lines: list[str] = []
     for source, encoded in zip(problems.train, train or [None] * len(problems.train), strict=True):
         share = f", {source.settings.weight / total:.1%} of what is drawn"
-        lines += _paragraph(source, encoded, share if len(problems.train) > 1 else "")
+        if sampler:
+            share = f", drawn as {sampler} decides"
+        lines += _paragraph(source, encoded, share if sampler or len(problems.train) > 1 else "")
     unknown = [None] * len(problems.evaluation)
     for source, encoded in zip(problems.evaluation, evaluation or unknown, strict=True):
         lines += _paragraph(source, encoded, "")

@@ -11,7 +11,7 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
-    check_value,
+    one_of,
     positive,
     settings,
     token_count,
@@ -19,9 +19,6 @@ from jaxrl.checks import (
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.user_code import names_function
-
-ROW_FIELDS = ("prompt", "answer", "solution")
-"""What a row of a file has."""
 
 # Distance between the seeds of a procedural task. Some tasks seed NumPy, which accepts 32 bits, so there are
 # 4,294 seeds.
@@ -44,11 +41,13 @@ class EvaluationSourceConfig:
     name of the file, the function or the task.
     """
     path: Annotated[str, PATH] = ""
-    """JSONL, JSON, Parquet or Arrow file, or a folder of these; or a function that generates
+    """JSONL, JSON, CSV, TSV, Parquet or Arrow file, or a folder of these; or a function that generates
     rows, "package.module:function" or "path/to/file.py:function"; or a data set of reasoning-gym,
     "reasoning-gym:NAME".
     """
-    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    fields: dict[Annotated[str, one_of("prompt", "answer", "solution")], Annotated[str, NAME]] = (
+        dataclasses.field(default_factory=dict)
+    )
     """Fields of the rows, with dots for a field inside another: {"prompt": the problem, "answer":
     its ground truth, "solution": a worked solution, for supervised training}. Those left out are
     recognised by their names.
@@ -63,12 +62,6 @@ class EvaluationSourceConfig:
     grader: Annotated[str, PATH] = ""
     """Grader of its answers, as reward.grader, without options; "" takes that one with its options.
     """
-
-    def __post_init__(self):
-        for name, field in self.fields.items():
-            if name not in ROW_FIELDS:
-                raise ValueError(f"fields.{name} is not one of {', '.join(ROW_FIELDS)}")
-            check_value(f"fields.{name}", field, Annotated[str, NAME])
 
     @property
     def task(self) -> str:
@@ -106,6 +99,11 @@ class DataConfig:
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     evaluations: dict[str, EvaluationSourceConfig] = dataclasses.field(default_factory=dict)
     """Further sources of both kinds, by names of your own."""
+    sampler: Annotated[str, PATH] = ""
+    """Class that chooses the next training prompt and learns from every graded group, a
+    `data.curriculum.CurriculumSampler`: "path/to/file.py:Class" or "package.module:Class". ""
+    takes every prompt once an epoch, in a random order.
+    """
     template: Annotated[str, PROSE] = "{prompt}"
     """Text around a problem, with "{prompt}" in its place. The default keeps the words that a
     file has around each problem.
@@ -130,6 +128,17 @@ class DataConfig:
             raise ValueError(
                 f"chat_options.{min(taken)} is set by the program; name other variables of the chat template"
             )
+        for name, source in self.training_sources.items() if self.sampler else ():
+            if source.is_endless:
+                raise ValueError(
+                    f"sampler {self.sampler!r} chooses among problems that are there, and {name} generates "
+                    f"its problems without end; set {name}.size"
+                )
+            if source.weight != 1:
+                raise ValueError(
+                    f"sampler {self.sampler!r} chooses the prompts of all sources, so {name}.weight "
+                    f"{source.weight:g} has no effect; set it to 1"
+                )
 
     @property
     def training_sources(self) -> dict[str, SourceConfig]:
@@ -171,6 +180,6 @@ class TokenizerConfig:
     most `model.vocab_size` tokens.
     """
     chat_template: Annotated[str, PATH] = ""
-    """File with a chat template in place of the tokenizer's own, for example one with tools; "" keeps
-    it.
+    """File with a chat template in place of the tokenizer's own, for example one with tools; or the name of
+    one of its own, if it has several. "" keeps it, and takes "tool_use" for chats with tools.
     """

@@ -25,6 +25,7 @@ from jaxrl.data.messages import (
     prompt_of,
     render_context,
     split_last_answer,
+    trained_text,
 )
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import Row, checked_text, field_of, parse_rows
@@ -137,6 +138,9 @@ def read_demonstrations(path: str | pathlib.Path, *, source: str) -> tuple[Demon
         if "messages" in row:
             what = "field 'messages'"
             context, response = split_last_answer(messages_of(row["messages"], what), what)
+            for i, message in enumerate(context, start=1):
+                if message["role"] == ASSISTANT:
+                    trained_text(message, f"message {i} of {what}")
             return Demonstration(context, response, source, all_turns=True)
         response = checked_text(field_of(row, "response"), "field 'response'")
         return Demonstration(prompt_of(row), response, source)

@@ -1,15 +1,16 @@
-"""Questions and conversations: checks the values of a row, and renders them as the text of a prompt.
+"""Questions and conversations: reads and checks messages, and renders them as the text of a prompt.
 
     "What is 1 + 1?"                              a template; the chat template, by setting
     [{"role": "user", "content": "What is ..."}]  always the tokenizer's chat template
 
-Not supported: tool calls and pictures. A message is a role and a text.
+Messages are OpenAI's, in rows and in requests alike. Not supported: pictures and other parts than text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxrl.data.rows import BadRow, Row, checked_text, field_of, shown
@@ -18,8 +19,8 @@ from jaxrl.errors import UserError
 if TYPE_CHECKING:
     from jaxrl.data.tokenizer import Tokenizer
 
-Message: TypeAlias = Mapping[str, str]
-"""{"role": ..., "content": ...}"""
+Message: TypeAlias = Mapping[str, Any]
+"""{"role": ..., "content": text}, and what else of `read_message` has a value."""
 
 Context: TypeAlias = str | tuple[Message, ...]
 """The input to an answer: a question, or the conversation so far."""
@@ -27,6 +28,115 @@ Context: TypeAlias = str | tuple[Message, ...]
 ASSISTANT = "assistant"
 USER = "user"
 SYSTEM = "system"
+TOOL = "tool"
+ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
+
+# The first is the one that templates read.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_FIELDS = ("role", "content", "name", *_REASONING, "tool_calls", "tool_call_id")
+
+
+class MessageFault(UserError):
+    """A message cannot be read.
+
+    Attributes:
+      fault: What is wrong.
+      path: The place in the message, such as ("tool_calls", 0, "function").
+    """
+
+    def __init__(self, fault: str, *path: str | int):
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+        super().__init__(f"{place.removeprefix('.')} {fault}".strip())
+        self.fault, self.path = fault, path
+
+
+def read_message(value: Any) -> dict[str, Any]:
+    """Reads a message in OpenAI's form, from a row or a request, as chat templates want it.
+
+    Example: {"role": "assistant", "content": None, "refusal": None, "reasoning": "A sum.", "tool_calls":
+    [{"id": "a", "function": {"name": "add", "arguments": '{"a": 1}'}}]} becomes {"role": "assistant",
+    "content": "", "reasoning_content": "A sum.", "tool_calls": [{"id": "a", "type": "function", "function":
+    {"name": "add", "arguments": {"a": 1}}}]}.
+
+    The content is a text: parts are joined, and null, which only the assistant may have, is "". Fields
+    without a value (null, "", [], ...) are left out, whatever their names are.
+
+    Raises:
+      MessageFault: It is no message, has a role that is not one of `ROLES`, or another field with a value.
+    """
+    if not isinstance(value, Mapping):
+        raise MessageFault(f"is {shown(value)}; it must be an object with a role and a content")
+    for name, item in value.items():
+        if name not in _FIELDS and item:
+            raise MessageFault(
+                f"is no field of a message; it can have {', '.join(_FIELDS)}", str(name)
+            )
+    role = value.get("role")
+    if role not in ROLES:
+        raise MessageFault(f"is {shown(role)}; it must be one of {', '.join(ROLES)}", "role")
+    content = value.get("content")
+    if content is None and role == ASSISTANT:
+        content = ""
+    if not isinstance(content, str):
+        content = _joined(content)
+    read = {"role": role, "content": _encodable(content, "content")}
+    reasoning = next((value[name] for name in _REASONING if value.get(name)), "")
+    optional = {"name": value.get("name"), "tool_call_id": value.get("tool_call_id")}
+    for name, text in (optional | {_REASONING[0]: reasoning}).items():
+        if text:
+            read[name] = _encodable(text, name)
+    calls = value.get("tool_calls") or ()
+    if calls and role != ASSISTANT:
+        raise MessageFault("only the assistant calls tools", "tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise MessageFault("must be a list of calls, each with a function", "tool_calls")
+    calls = [_call(call, "tool_calls", i) for i, call in enumerate(calls)]
+    # Templates ask whether the field is there at all.
+    return read | ({"tool_calls": calls} if calls else {})
+
+
+def _joined(parts: Any) -> str:
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        for part in (parts if isinstance(parts, Sequence) else [None])
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise MessageFault("must be a text, or a list of text parts", "content")
+    return "".join(filter(None, texts))
+
+
+def _call(call: Any, *path: str | int) -> dict[str, Any]:
+    """A call of a tool; its arguments are an object, or the JSON text of one."""
+    call = call if isinstance(call, Mapping) else {}
+    function = call.get("function")
+    if call.get("type") not in (None, "", "function") or not isinstance(function, Mapping):
+        raise MessageFault("must be an object with a function", *path)
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise MessageFault("must be a text and not empty", *path, "function", "name")
+    try:
+        # Some clients send "" for no arguments.
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+        # Half of a surrogate pair, which JSON can have, is no text.
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise MessageFault("must be the JSON text of an object", *path, "function", "arguments")
+    call_id = _encodable(call.get("id") or "", *path, "id")
+    function = {"name": _encodable(name, *path, "function", "name"), "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _encodable(text: Any, *path: str | int) -> str:
+    """Checks a text for a tokenizer: JSON can contain half of a surrogate pair, which none accepts."""
+    if not isinstance(text, str):
+        raise MessageFault(f"is {shown(text)}; it must be a text", *path)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MessageFault(f"is no text: {error}", *path) from error
+    return text
 
 
 def prompt_of(row: Row) -> Context:
@@ -45,21 +155,15 @@ def messages_of(value: Any, what: str) -> tuple[Message, ...]:
         raise BadRow(f"{what} is {shown(value)}; it must be a list of messages and not empty")
     messages = []
     for i, item in enumerate(value, start=1):
-        of_one = f"message {i} of {what}"
-        if not isinstance(item, dict):
-            raise BadRow(
-                f"{of_one} is {shown(item)}; it must be an object with a role and a content"
-            )
-        # Many files write null for a key that a message does not have.
-        keys = [key for key, x in item.items() if key not in ("role", "content") and x is not None]
-        if keys:
-            raise BadRow(
-                f"{of_one} has {', '.join(map(repr, keys))}; only a role and a content are read, so "
-                "take the rest out, or the line if it calls tools"
-            )
-        messages.append(
-            {k: checked_text(item.get(k), f"{k!r} of {of_one}") for k in ("role", "content")}
-        )
+        try:
+            message = read_message(item)
+        except MessageFault as error:
+            raise BadRow(f"message {i} of {what}: {error}") from error
+        content = f"'content' of message {i} of {what}"
+        # A server may be asked nothing; a row without a question is broken. Other messages may be empty.
+        if message["content"] or message["role"] == USER:
+            checked_text(message["content"], content)
+        messages.append(message)
     return tuple(messages)
 
 
@@ -67,7 +171,7 @@ def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[M
     """Splits a conversation into the messages before the last one, and the text of the last one.
 
     Raises:
-      BadRow: The last message is not the assistant's.
+      BadRow: The last message is not the assistant's, or is more than a text.
     """
     *before, last = messages
     if last["role"] != ASSISTANT:
@@ -75,7 +179,18 @@ def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[M
             f"the last message of {what} is by {last['role']!r}; it must be the {ASSISTANT}'s, "
             "which is what is trained on"
         )
-    return tuple(before), last["content"]
+    return tuple(before), trained_text(last, f"the last message of {what}")
+
+
+def trained_text(message: Message, what: str) -> str:
+    """The text of an answer to learn; BadRow, with the name `what`, if it is more or less than a text."""
+    # How a model writes them is in its template, and not known here.
+    if beside := [name for name in (_REASONING[0], "tool_calls") if name in message]:
+        raise BadRow(
+            f"{what} has {' and '.join(beside)}, and an answer to learn is a text; write all of it into its "
+            "content, as the model is to write it"
+        )
+    return checked_text(message["content"], f"'content' of {what}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,24 +4,26 @@
     function, task            records by number, all at once with a size, or else while prompts are drawn
 
 A row that cannot be used is dropped and counted, and the first few are named. A source without a usable row
-is an error. Two prompts are the same problem if they are equal except for surrounding space, line ends and
-Unicode composition; the first row of a problem is kept.
+is an error. A problem is its whole row: prompt, ground truth, solution and all other fields. Rows of a file
+are duplicates if they are equal, except for surrounding space, line ends and Unicode composition of the first
+three; the first is kept. Sources are compared with the evaluation only (`Source.without_problems_of`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
-import pathlib
+import json
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
-from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.data_config import DataConfig, EvaluationSourceConfig, SourceConfig
 from jaxrl.data.generated_problems import NUM_FIRST, TaskProblems, function_rows
 from jaxrl.data.messages import Context, PromptFormat, text_of_context
-from jaxrl.data.row_layouts import Record, recognise
+from jaxrl.data.row_layouts import SOURCE_NAME, Record, recognise
 from jaxrl.data.rows import BadRow, Row, open_rows, shown
 from jaxrl.errors import UserError
 
@@ -96,16 +98,38 @@ class Source:
         """
         return self._checked(lambda r: validate(r.answer, r.extra, r.source), UNREADABLE)
 
-    def without_prompts_of(self, evaluation: Sequence[Record]) -> Self:
+    def without_problems_of(self, evaluation: Sequence[Source]) -> Self:
         """Returns the source without the problems of the evaluation; UserError if no problem is left.
 
-        Training rows are removed rather than evaluation rows, because a benchmark must stay whole. The
-        comparison ignores case and spacing.
+        Training rows are removed rather than evaluation rows, because a benchmark must stay whole.
+
+        A prompt, without case and spacing, says which problem it is, whatever truth and other fields stand
+        beside it: two files number the same problem differently. Some prompts do not say it, as those of
+        agents whose tasks are in other fields: several problems of one evaluation source have the prompt, or
+        all problems of this source. Then truth and other fields are compared too.
         """
-        held_out = {_normalised(record.prompt) for record in evaluation}
-        return self._checked(
-            lambda r: shown(r.prompt) if _normalised(r.prompt) in held_out else None, HELD_OUT
-        )
+        held_out: dict[str, set[bytes]] = {}
+        # Prompts that do not say which problem they are.
+        shared = {_normalised(record.prompt) for record in self.records}
+        if len(shared) > 1 or len(self.records) == 1:
+            shared = set()
+        for source in evaluation:
+            rests: dict[str, set[bytes]] = {}
+            for record in source.records:
+                rests.setdefault(_normalised(record.prompt), set()).add(_rest_of(record))
+            for prompt, found in rests.items():
+                held_out.setdefault(prompt, set()).update(found)
+                # The question of a task says all, and its metadata have the number of the problem.
+                if len(found) > 1 and not source.settings.task:
+                    shared.add(prompt)
+
+        def fault_of(record: Record) -> str | None:
+            prompt = _normalised(record.prompt)
+            rests = held_out.get(prompt, ())
+            found = _rest_of(record) in rests if prompt in shared else bool(rests)
+            return shown(record.prompt) if found else None
+
+        return self._checked(fault_of, HELD_OUT)
 
     def _checked(self, fault_of: Callable[[Record], str | None], reason: str) -> Self:
         """The source without the rows that have a fault, be they read or generated later."""
@@ -183,9 +207,9 @@ def read_source(
             continue
         # Generated problems may repeat: a task may have few.
         if not (settings.task or settings.has_function):
-            identity = _identity(record.prompt)
+            identity = _identity(record)
             if identity in seen:
-                # Not named: DAPO-Math-17k has every problem a hundred times.
+                # Not named: DAPO-Math-17k has every row a hundred times.
                 dropped.setdefault(DUPLICATES, Dropped()).count += 1
                 continue
             seen.add(identity)
@@ -198,8 +222,17 @@ def read_source(
     return Source(name, settings, origin, num_rows, tuple(records), dropped, template, generated)
 
 
+def check_file(settings: EvaluationSourceConfig, *, needs_truth: bool) -> None:
+    """Opens a source's file and looks for its fields in the first rows, as `read_source` does.
+
+    Raises:
+      UserError: The file cannot be read, or lacks a field.
+    """
+    _rows_of(settings, needs_truth=needs_truth)
+
+
 def _rows_of(
-    settings: SourceConfig, *, needs_truth: bool
+    settings: EvaluationSourceConfig, *, needs_truth: bool
 ) -> tuple[Iterator[Callable[[], Record]], str, str]:
     """(makes each record in turn, a description, own template) of a file."""
     file = open_rows(settings.path)
@@ -212,12 +245,11 @@ def _rows_of(
     path = settings.path
     # By the readable rows: a broken one is counted later, and says nothing about the layout.
     layout = recognise(readable, what=path, fields=settings.fields, needs_truth=needs_truth)
-    stem = pathlib.Path(path).stem
 
     def make(place: str, row: Row | BadRow) -> Record:
         if isinstance(row, BadRow):
             raise BadRow(f"{place}: {row}", row.reason)
-        return layout.record(row, place, source=settings.source, default_source=stem)
+        return layout.record(row, place, source=settings.source, default_source=file.stem)
 
     # The rows that the layout was recognised by, and then the rest: the file is read once.
     made = (functools.partial(make, *located) for located in itertools.chain(first, rows))
@@ -253,12 +285,31 @@ def _count(dropped: dict[str, Dropped], error: BadRow) -> None:
     of_reason.named = (*of_reason.named, str(error))[:NUM_NAMED]
 
 
-def _identity(prompt: Context) -> Any:
-    """Equal for two prompts that are the same problem."""
-    if isinstance(prompt, str):
+def _identity(record: Record) -> bytes:
+    """Equal for two rows that are the same problem."""
+    prompt, answer, solution = map(_spelled, (record.prompt, record.answer, record.solution))
+    return _digest([prompt, answer, solution, record.source, record.extra])
+
+
+def _rest_of(record: Record) -> bytes:
+    """Equal for two problems of one prompt that are the same in two data sets."""
+    extra = {name: value for name, value in record.extra.items() if name != SOURCE_NAME}
+    return _digest([_spelled(record.answer), extra])
+
+
+def _digest(value: Any) -> bytes:
+    # The hash alone is kept: the tests of a programming problem may be megabytes.
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def _spelled(value: Any) -> Any:
+    """The value with one spelling for each of its texts."""
+    if isinstance(value, str):
         # An accented letter may be one character, or the letter and its accent.
-        return unicodedata.normalize("NFC", prompt.replace("\r\n", "\n")).strip()
-    return tuple((message["role"], _identity(message["content"])) for message in prompt)
+        return unicodedata.normalize("NFC", value.replace("\r\n", "\n")).strip()
+    if isinstance(value, Mapping):
+        return {name: _spelled(item) for name, item in value.items()}
+    return list(map(_spelled, value)) if isinstance(value, list | tuple) else value
 
 
 def _normalised(prompt: Context) -> str:
@@ -362,9 +413,8 @@ class ProblemReader:
           UserError: A source cannot be used, or no row of it is left.
         """
         evaluation = tuple(map(self._read, self._data.evaluation_sources))
-        held_out = _records(evaluation)
         train = tuple(
-            self._read(name).without_prompts_of(held_out) for name in self._data.training_sources
+            self._read(name).without_problems_of(evaluation) for name in self._data.training_sources
         )
         problems = Problems(train, evaluation)
         settings = problems.settings  # raises if a data set would have two graders

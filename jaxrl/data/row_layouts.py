@@ -13,6 +13,8 @@ shows the recognised layout. Answers stay as written; the grader normalises and 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 from jaxrl.data.messages import Context, as_context
 from jaxrl.data.rows import MALFORMED, BadRow, Row, checked_text, shown
 from jaxrl.errors import UserError
+from jaxrl.types import TRUTHS
 
 # The first name that a file has is taken.
 PROMPT_NAMES = ("problem", "question", "prompt", "query", "instruction", "input")
@@ -31,6 +34,11 @@ ANSWER_NAMES = (
 SOLUTION_NAMES = ("solution", "rationale", "explanation")
 SOURCE_NAME = "data_source"
 
+# Of an object that holds unit tests; as the grader `code` reads them.
+_FIELDS_OF_TESTS = {
+    *("input", "inputs", "public_tests", "private_tests", "generated_tests"),
+    *("test_list", "test_cases", "tests", "assert_case", "official_tests", "test", "test_code"),
+}
 _VERL_PROMPT, _VERL_ANSWER = "prompt", "reward_model.ground_truth"
 
 # The words around every problem of DAPO-Math-17k and its AIME files.
@@ -109,7 +117,7 @@ class RowLayout:
             prompt = as_context(value_at(row, self.prompt), f"field {self.prompt!r}")
             prompt = self.prompt_of(_unwrapped(prompt))
             reason = NO_TRUTH
-            answer = self._answer(row)
+            answers = self._answers(row)
             reason, solution = MALFORMED, None
             if self.solution is not None and self.needs_solution:
                 solution = checked_text(value_at(row, self.solution), f"field {self.solution!r}")
@@ -122,28 +130,56 @@ class RowLayout:
         if not source:
             source = named if isinstance(named, str) and named.strip() else default_source
         # What the layout has read is in the record already.
-        extra = without(row, (self.prompt, self.answer, self.solution))
-        return Record(prompt, answer, source, solution, extra, place)
+        read = self.solution if solution is not None else None
+        extra = without(row, (self.prompt, self.answer, read))
+        if len(answers) > 1:
+            extra[TRUTHS] = answers
+        return Record(prompt, answers[0], source, solution, extra, place)
 
-    def _answer(self, row: Row) -> str:
+    def _answers(self, row: Row) -> list[str]:
+        """The ground truths of a row, of which any is right; one that is empty for none."""
         if self.answer is None:
-            return ""
+            return [""]
         what = f"field {self.answer!r}"
         try:
-            value = self.answer_of(value_at(row, self.answer))
-            if isinstance(value, str):
-                return checked_text(value, what)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise BadRow(f"{what} is {shown(value)}; an answer must be text or a number")
-            # math.isfinite converts to float, and an int may be too large for that.
-            if isinstance(value, float) and not math.isfinite(value):
-                raise BadRow(f"{what} is {value}; an answer must be a finite number")
-            # 72.0 becomes 72, as people write it: tables and JSON have whole numbers as floats, too.
-            return str(int(value)) if value == int(value) else str(value)
+            value: Any = self.answer_of(value_at(row, self.answer))
+            if isinstance(value, Mapping):
+                # Parquet gives a row the fields of all others, as None.
+                known = {name: x for name, x in value.items() if x is not None}
+                value = known["target"] if known.keys() == {"target"} else value
+            # Arrays of NumPy, as pandas reads lists.
+            value = getattr(value, "tolist", lambda: value)()
+            if _holds_tests(value):
+                return [json.dumps(value)]
+            members = value if isinstance(value, list) else [value]
+            if not members:
+                raise BadRow(f"{what} is an empty list; give one answer, or several")
+            return list(dict.fromkeys(_answer_text(member, what) for member in members))
         except BadRow:
             if self.needs_truth:
                 raise
-            return ""
+            return [""]
+
+
+def _answer_text(value: Any, what: str) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, str):
+        return checked_text(value, what)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRow(
+            f"{what} is {shown(value)}; an answer must be text or a number, or a list of them"
+        )
+    # math.isfinite converts to float, and an int may be too large for that.
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{what} is {value}; an answer must be a finite number")
+    # 72.0 becomes 72, as people write it: tables and JSON have whole numbers as floats, too.
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _holds_tests(value: Any) -> bool:
+    """Whether a value that is no text holds unit tests of the grader `code`, which reads JSON."""
+    objects = value if isinstance(value, list) and value else [value]
+    return all(isinstance(x, Mapping) and bool(x.keys() & _FIELDS_OF_TESTS) for x in objects)
 
 
 def recognise(
@@ -168,7 +204,9 @@ def recognise(
     found, named = _fields(rows), fields or {}
     for name in filter(None, named.values()):
         if name not in found:
-            raise UserError(f"{what} has no field {name!r}; it has {_field_list(found)}")
+            near = difflib.get_close_matches(name, list(found), n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise UserError(f"{what} has no field {name!r}{hint}; it has {_field_list(found)}")
     known = _known_layout(rows, found)
     changes: dict[str, Any] = {"needs_truth": needs_truth}
     # The content of a field that a setting names is used unchanged.

@@ -1,22 +1,25 @@
 """Files of rows: reads each row as a dict, and writes rows.
 
     .jsonl .json              JSON, an object a line or one list of objects
+    .csv .tsv                 a line of names, then a row a line; every value is the text that stands there
+    .jsonl.gz .csv.zst ...    these, compressed by gzip, bzip2, zstd or lz4
     .parquet                  Parquet
     .arrow .feather           Arrow, streams and files
     folder with state.json    the Arrow files that `datasets.save_to_disk` writes; read without that package
     any other folder          all files in it, of one of these formats, sorted by name
 
 A file that is broken as a whole is a UserError. A broken row is a BadRow, and its place is known
-("train.jsonl:17", "train.parquet row 3"). Not supported: compressed JSONL.
+("train.jsonl:17", "train.parquet row 3").
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import dataclasses
-import datetime
-import decimal
 import functools
+import hashlib
+import io
 import json
 import os
 import pathlib
@@ -28,14 +31,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrl.errors import UserError
-from jaxrl.files import open_file, read_json_object, read_text
+from jaxrl.files import open_file, read_json_object
 
 Row: TypeAlias = dict[str, Any]
 Parsed = TypeVar("Parsed")
 
 MALFORMED = "malformed rows"
 
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+# The first bytes of a compressed file, and pyarrow's name of the compression.
+_COMPRESSIONS = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bz2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _EXAMPLE = '{"problem": ..., "answer": ...}'
 _AGAIN = "copy the published file again"
 # Rows that are converted to Python objects at once.
@@ -73,6 +84,12 @@ class RowFile:
     files: tuple[pathlib.Path, ...]
     example: str = _EXAMPLE
 
+    @property
+    def stem(self) -> str:
+        """Its name without the endings of format and compression."""
+        is_packed = self.path.suffix.lower() in _COMPRESSED
+        return (self.path.with_suffix("") if is_packed else self.path).stem
+
     def __iter__(self) -> Iterator[tuple[str, Row | BadRow]]:
         is_empty = True
         for file in self.files:
@@ -107,8 +124,8 @@ def open_rows(path: str | pathlib.Path, *, example: str = _EXAMPLE) -> RowFile:
     elif (path / "dataset_dict.json").exists():
         raise UserError(f"{path} holds several splits; name the folder of one, {path}/train")
     elif path.is_dir():
-        files = [file for file in sorted(path.iterdir()) if file.suffix in _SUFFIXES]
-        suffixes = {file.suffix for file in files}
+        files = [file for file in sorted(path.iterdir()) if _suffix(file) in _SUFFIXES]
+        suffixes = {_suffix(file) for file in files}
         if len(suffixes) != 1:
             found = f"files of {len(suffixes)} kinds" if suffixes else "no file of rows"
             raise UserError(
@@ -208,21 +225,93 @@ def shown(value: Any) -> str:
 
 def _kind_of(path: pathlib.Path, example: str) -> str:
     """The format of a file, by its first bytes; its name decides what these leave open."""
-    absent = f"put one JSON object a line, such as {example}, or a Parquet or Arrow file there"
-    with open_file(path, absent=absent) as file:
-        start = file.read(64)
-    if start.startswith(b"PAR1") or path.suffix == ".parquet":
+    absent = f"put one JSON object a line, such as {example}, or a CSV, Parquet or Arrow file there"
+    suffix = _suffix(path)
+    with _opened(path, absent=absent) as file:
+        try:
+            start = file.read(64)
+        except OSError as error:
+            raise UserError(f"{path} is broken ({one_line(error)}); {_AGAIN}") from error
+        is_compressed = not isinstance(file.raw, io.FileIO)
+    is_table = start.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
+    if is_compressed and (is_table or suffix in (".parquet", ".arrow", ".feather")):
+        raise UserError(
+            f"{path} is a compressed table; unpack it, since Parquet and Arrow are read in parts"
+        )
+    if start.startswith(b"PAR1") or suffix == ".parquet":
         return "Parquet"
     # A stream of Arrow begins with four bytes of ones.
-    if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or path.suffix in (".arrow", ".feather"):
+    if is_table or suffix in (".arrow", ".feather"):
         return "Arrow"
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:].upper()
     # A file that begins with a list may also be JSONL with a wrong first line.
     is_list = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    return "JSON" if is_list and path.suffix == ".json" else "JSONL"
+    return "JSON" if is_list and suffix == ".json" else "JSONL"
+
+
+def _suffix(path: pathlib.Path) -> str:
+    """The ending of a name that says the format, without that of a compression."""
+    path = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    return path.suffix.lower()
+
+
+def _opened(path: pathlib.Path, *, absent: str = _AGAIN) -> io.BufferedReader:
+    """The content of a file, unpacked if its first bytes are those of a compression."""
+    with open_file(path, absent=absent) as file:
+        start = file.read(4)
+    found = (name for first, name in _COMPRESSIONS.items() if start.startswith(first))
+    if (name := next(found, None)) is None:
+        return path.open("rb")
+    packed: Any = pa.CompressedInputStream(pa.OSFile(str(path)), name)
+    return io.BufferedReader(packed)
+
+
+def _separated(separator: str, path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
+    """The rows of a CSV file: texts, since "007", "1.0", "true" and "NA" may be prompts and truths."""
+    # Bytes that are no UTF-8 spoil their own row alone: `checked_text` refuses half of a surrogate pair.
+    text = io.TextIOWrapper(
+        _opened(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )
+    # A prompt may be long; Python's limit is 128 KiB a value.
+    csv.field_size_limit(2**31 - 1)
+    with text:
+        reader = csv.reader(text, delimiter=separator, strict=True)
+        try:
+            names = [name.strip() for name in next(reader, [])]
+        except csv.Error as error:
+            raise UserError(f"{path} has no line of names that can be read ({error})") from error
+        if len(set(filter(None, names))) < sum(map(bool, names)):
+            raise UserError(f"{path} has two columns of one name in {names}; give each its own")
+        while True:
+            # A value may go over several lines; the place of a row is the first one.
+            place = f"{path}:{reader.line_num + 1}"
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield place, BadRow(f"quotes that do not match ({error}); fix or remove the line")
+                continue
+            if len(values) == len(names):
+                # A column without a name numbers the rows, as those that pandas writes.
+                yield place, {name: x for name, x in zip(names, values, strict=True) if name}
+            elif values:
+                yield place, BadRow(f"{len(values)} values, and {len(names)} columns have names")
+
+
+def _unpacked(
+    read: Callable[[pathlib.Path], Iterator[tuple[str, Row | BadRow]]], path: pathlib.Path
+) -> Iterator[tuple[str, Row | BadRow]]:
+    """The rows of a file that may be compressed, and cut off."""
+    try:
+        yield from read(path)
+    except OSError as error:
+        raise UserError(f"{path} is broken ({one_line(error)}); {_AGAIN}") from error
 
 
 def _json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             # Programs on Windows write a byte-order mark, which no JSON begins with.
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -236,9 +325,9 @@ def _json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
 
 
 def _json_list(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
-    text = read_text(path, absent=_AGAIN).removeprefix("\ufeff")
     try:
-        rows = json.loads(text)
+        with _opened(path) as file:
+            rows = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON list ({error}); {_AGAIN}") from error
     yield from ((f"{path} entry {index}", _object(row)) for index, row in enumerate(rows))
@@ -254,6 +343,7 @@ def _table_rows(
     batches: Callable[[pathlib.Path], Iterator[pa.RecordBatch]], path: pathlib.Path
 ) -> Iterator[tuple[str, Row | BadRow]]:
     index = 0
+    open_file(path, absent=_AGAIN).close()  # Arrow would wait for the other end of a pipe
     try:
         for batch in batches(path):
             for row in _python_rows(batch):
@@ -294,19 +384,22 @@ def _python_rows(batch: pa.RecordBatch) -> list[Row | BadRow]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts to JSON's types: times and decimals become text; bytes, such as pictures, become None."""
+    """Converts to JSON's types: times and decimals become text; bytes, such as pictures, their digest."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
-        return str(value)
-    return value if isinstance(value, str | int | float | None) else None
+    if isinstance(value, bytes):
+        # No text, which could pass for a prompt or a truth.
+        return {"sha256": hashlib.sha256(value).hexdigest()}
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 _READERS = {
-    "JSONL": _json_lines,
-    "JSON": _json_list,
+    "JSONL": functools.partial(_unpacked, _json_lines),
+    "JSON": functools.partial(_unpacked, _json_list),
+    "CSV": functools.partial(_unpacked, functools.partial(_separated, ",")),
+    "TSV": functools.partial(_unpacked, functools.partial(_separated, "\t")),
     "Parquet": functools.partial(
         _table_rows,
         lambda path: pq.ParquetFile(path, memory_map=True).iter_batches(batch_size=_BATCH_ROWS),

@@ -16,6 +16,8 @@ checkpoint belongs to other data.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,6 +131,13 @@ def checksum(arrays: Iterable[np.ndarray]) -> int:
     return value
 
 
+def checksum_of_problems(prompts: Prompts) -> int:
+    """The checksum of whole problems: several may have one prompt, and differ in truths or other fields."""
+    rest = zip(prompts.answers, prompts.extras, strict=True)
+    texts = (json.dumps(each, sort_keys=True).encode() for each in rest)
+    return checksum(itertools.chain(prompts.tokens, (np.frombuffer(t, np.uint8) for t in texts)))
+
+
 # Messages about generated problems that are left out, for each source.
 _NUM_NAMED = 3
 # Limit for generated problems that are left out in succession: some source may have none that fits.
@@ -145,7 +154,7 @@ class ShuffledPrompts:
     @property
     def identity(self) -> list[Any]:
         """Identifies the data; a saved turn is only valid for the same identity."""
-        return [len(self._prompts), checksum(self._prompts.tokens)]
+        return [len(self._prompts), checksum_of_problems(self._prompts)]
 
     def draw(self, turn: int) -> tuple[int, Prompts]:
         """Returns the prompt of a turn, with the turn."""
@@ -182,8 +191,8 @@ class GeneratedPrompts:
     @property
     def identity(self) -> list[Any]:
         """Identifies the data; a saved turn is only valid for the same identity."""
-        # The first problems stand for all, which have no end. "made" is in the checkpoints of earlier runs.
-        return ["made", checksum(self._first.tokens)]
+        # The first problems stand for all, which have no end.
+        return ["made", checksum_of_problems(self._first)]
 
     def draw(self, turn: int) -> tuple[int, Prompts]:
         """Returns the first prompt from a turn on that is not left out, with its turn.

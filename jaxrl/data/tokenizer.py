@@ -6,15 +6,22 @@ Only `tokenizers` and `jinja2` are needed. Directories with SentencePiece alone 
     file of the directory     content
     tokenizer.json            vocabulary, merges, normalisation
     tokenizer_config.json     eos_token, pad_token, chat_template
-    chat_template.jinja       optional, wins over the key above
+    chat_template.jinja       optional; with additional_chat_templates/NAME.jinja, wins over the key above
+    chat_template.json        optional, chat_template: read if there is no other
     generation_config.json    optional, eos_token_id: every token that ends a response
+    config.json               the same, where generation_config.json has none; also in its text_config
+
+The last two belong to the model, and are read in its directory if that is another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +38,11 @@ if TYPE_CHECKING:
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
+
+# How byte-level tokenizers, since GPT-2, write bytes as characters: those that can be printed as themselves.
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 # Texts that are encoded in parallel; enough for many cores.
 _TEXTS_AT_ONCE = 8192
@@ -62,6 +74,28 @@ class Tokenizer:
         """All texts that `encode` reads as one token in any context, such as "<|im_end|>"."""
         return tuple(str(token) for token in self.backend.get_added_tokens_decoder().values())
 
+    @functools.cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of all special tokens, by their names in prompts."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if token.special and token.content}
+
+    def ids_named_by(self, stop_strings: Sequence[str]) -> tuple[int, ...]:
+        """The ids of stop strings that are special tokens. `decode` leaves these out, so no text has them.
+
+        Raises:
+          UserError: a stop string has a special token and other text.
+        """
+        for text in stop_strings:
+            inside = [name for name in self.special_ids if name in text]
+            if inside and text not in self.special_ids:
+                raise UserError(
+                    f"the stop string {text!r} has other text beside the special token {inside[0]!r}, and no "
+                    f"answer's text has special tokens; use {inside[0]!r} alone"
+                )
+        named = dict.fromkeys(self.special_ids.get(text, -1) for text in stop_strings)
+        return tuple(i for i in named if i >= 0)
+
     def encode(self, text: str) -> np.ndarray:
         """The int32 [T] ids of `text`. It adds no tokens; special tokens in the text become their ids."""
         return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
@@ -81,6 +115,18 @@ class Tokenizer:
         """The text of `ids`, without special tokens and unknown ids."""
         return self.backend.decode(self._known(ids), skip_special_tokens=True)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text, also of one that is no whole character; none for special tokens."""
+        text = self.decode([token])
+        if _BROKEN not in text:
+            return text.encode()
+        name = self.backend.id_to_token(token) or ""
+        if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):  # as SentencePiece writes it
+            return bytes.fromhex(found[1])
+        if all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        return text.encode()
+
     def decode_batch(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         """Decodes every sequence, on all cores. Other threads run meanwhile."""
         if len(sequences) == 1:
@@ -95,8 +141,9 @@ class Tokenizer:
         """Renders a conversation by the model's chat template; see `ChatTemplate.render`."""
         if self.chat_template is None:
             raise UserError(
-                "this tokenizer has no chat template, so it cannot render a conversation; set "
-                "`chat` to False, or put a chat_template.jinja into the tokenizer's directory"
+                "this tokenizer has no chat template, so it cannot render a conversation; put a "
+                "chat_template.jinja into its directory, name one (tokenizer.chat_template; --chat_template "
+                "of a server), or give plain text (data.chat=False, /v1/completions)"
             )
         return self.chat_template.render(messages, **options)
 
@@ -110,8 +157,12 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(directory / "tokenizer.json"))
         config: dict[str, Any] = dict(self.special_tokens)
-        if self.chat_template is not None:
-            config["chat_template"] = self.chat_template.source
+        if self.chat_template is not None and (named := self.chat_template.sources):
+            config["chat_template"] = (
+                named["default"]
+                if named.keys() == {"default"}
+                else [{"name": name, "template": source} for name, source in named.items()]
+            )
         contents = {"tokenizer_config": config}
         if len(self.stop_ids) > 1:
             contents["generation_config"] = {"eos_token_id": list(self.stop_ids)}
@@ -121,13 +172,18 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    directory: str | pathlib.Path, *, chat_template: str | pathlib.Path = ""
+    directory: str | pathlib.Path,
+    *,
+    chat_template: str | pathlib.Path = "",
+    model: str | pathlib.Path = "",
 ) -> Tokenizer:
     """Reads the tokenizer of a local Hugging Face directory.
 
     Args:
       directory: the directory.
-      chat_template: file with the chat template; "" is the one of the directory.
+      chat_template: file with the chat template, or the name of one of the directory's; "" chooses among
+        these as Transformers does.
+      model: the directory of the model, which may be another one; "" is `directory`.
 
     Raises:
       UserError: A file is missing or broken, or none names an end-of-sequence token.
@@ -138,7 +194,12 @@ def load_tokenizer(
     config = _read_json(path)
     # A token is a text or {"content": text}. `add_bos_token: true` has the same ending but is not a token; a
     # missing token may be null.
-    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    more = config.get("extra_special_tokens")
+    named = {
+        **{key: value for key, value in config.items() if key.endswith("_token")},
+        # Those of one model, with names for its template.
+        **(more if isinstance(more, dict) else {}),
+    }
     contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
     special_tokens = {k: content for k, content in contents.items() if isinstance(content, str)}
     ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
@@ -149,7 +210,7 @@ def load_tokenizer(
         )
     # Not the number of entries, because some vocabularies have unused ids below the last one.
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-    ends = _generation_eos_ids(directory / "generation_config.json", vocab_size)
+    ends = _ends(pathlib.Path(model or directory), vocab_size, directory)
     if "eos_token" in ids:
         # First: training data end with it, whatever else may end a response.
         ends = [ids["eos_token"], *ends]
@@ -159,19 +220,19 @@ def load_tokenizer(
             f'{path} names no "eos_token", so a response could never end; add the token '
             'that ends a text of this model, such as "eos_token": "<|endoftext|>"'
         )
+    template = _read_chat_template(directory, config, special_tokens)
+    if chat_template:
+        source = template.sources.get(str(chat_template)) if template is not None else None
+        if source is None:
+            source = read_text(pathlib.Path(chat_template), absent="name a template's file")
+        template = ChatTemplate(source, origin=str(chat_template), special_tokens=special_tokens)
     return Tokenizer(
         backend=backend,
         vocab_size=vocab_size,
         eos_id=stop_ids[0],
         stop_ids=stop_ids,
         special_tokens=special_tokens,
-        chat_template=_read_chat_template(directory, config, special_tokens)
-        if not chat_template
-        else ChatTemplate(
-            read_text(pathlib.Path(chat_template), absent="name a template's file"),
-            origin=str(chat_template),
-            special_tokens=special_tokens,
-        ),
+        chat_template=template,
     )
 
 
@@ -250,37 +311,60 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     )
 
 
-def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
-    if not path.exists():
-        return []
-    ids = _read_json(path).get("eos_token_id")
-    if ids is None:
-        return []
-    ids = ids if isinstance(ids, list) else [ids]
-    unknown = [i for i in ids if not 0 <= i < vocab_size]
-    if unknown:
-        raise UserError(
-            f"{path} has eos_token_id {', '.join(map(str, unknown))}, and the ids of tokenizer.json beside "
-            f"it go from 0 to {vocab_size - 1}, so no response would end there; put two files of one model "
-            "there"
-        )
-    return list(dict.fromkeys(ids))
+def _ends(model: pathlib.Path, vocab_size: int, directory: pathlib.Path) -> list[int]:
+    """The ids that end a response, from the first file that names any, as Transformers reads them."""
+    for name in ("generation_config.json", "config.json"):
+        path = model / name
+        values = _read_json(path) if os.path.lexists(path) else {}
+        ids = values.get("eos_token_id")
+        if ids is None and isinstance(of_text := values.get("text_config"), dict):
+            ids = of_text.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if odd := [i for i in ids if type(i) is not int]:
+            raise UserError(
+                f"{path} has eos_token_id {repr(odd[0])[:80]}; it must be a token id or a list of them: copy "
+                "the published file again"
+            )
+        if unknown := [i for i in ids if not 0 <= i < vocab_size]:
+            raise UserError(
+                f"{path} has eos_token_id {', '.join(map(str, unknown))[:80]}, and the ids of "
+                f"{directory / 'tokenizer.json'} go from 0 to {vocab_size - 1}, so no response would end "
+                "there; name two files of one model"
+            )
+        if ids:
+            return ids
+    return []
 
 
 def _read_chat_template(
     directory: pathlib.Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        source = read_text(path, absent="put the model's template there")
-    else:
-        path = directory / "tokenizer_config.json"
-        source = config.get("chat_template")
-    if isinstance(source, list):  # an older form: several templates with names
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is None:
-        return None
-    return ChatTemplate(source, origin=str(path), special_tokens=special_tokens)
+    path, given = directory / "chat_template.jinja", None
+    files = {"default": path} if path.exists() else {}
+    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    files |= {file.stem: file for file in more}
+    fault = ""
+    try:
+        if files:
+            path, *_ = files.values()
+            given = {name: read_text(file, absent="") for name, file in files.items()}
+        elif (given := config.get("chat_template")) is not None:
+            path = directory / "tokenizer_config.json"
+        elif (path := directory / "chat_template.json").exists():
+            given = read_json_object(path, absent="").get("chat_template")
+        if given is None:
+            return None
+        if isinstance(given, list):
+            given = {entry["name"]: entry["template"] for entry in given}
+        named = {"default": given} if isinstance(given, str) else dict(given)
+        if not all(isinstance(text, str) for pair in named.items() for text in pair):
+            raise TypeError("a template is no text")
+    except UserError as error:
+        fault, named = str(error), {}
+    except (TypeError, ValueError, KeyError) as error:
+        fault, named = f"{path} has no chat template that can be read ({error!r})", {}
+    # Raised where a chat is rendered: nothing else needs the template.
+    return ChatTemplate(named, origin=str(path), special_tokens=special_tokens, fault=fault)
 
 
 # Decoders write this replacement character for incomplete or invalid bytes.

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import TextStream, Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
 # The last tokens of a prompt, of which the text tells whether it opens the reasoning.
@@ -81,31 +81,6 @@ class AssistantMessage:
         return message
 
 
-def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it.
-
-    Parts of a content are joined, no content is "", arguments are objects, and fields without a value or a
-    meaning for templates are left out.
-    """
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content)
-    read = {"role": message["role"], "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if message.get(name):
-            read[name] = message[name]
-    calls = []
-    for call in message.get("tool_calls") or ():
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if isinstance(arguments, str):
-            # Some clients send "" for no arguments.
-            arguments = json.loads(arguments or "{}")
-        function = {"name": name, "arguments": arguments}
-        calls.append({"id": call.get("id", ""), "type": "function", "function": function})
-    # Templates ask whether the field is there at all.
-    return read | ({"tool_calls": calls} if calls else {})
-
-
 # Formats
 
 
@@ -120,6 +95,7 @@ class CallFormat:
       forced_name: what follows it if the tool is named; "{}" is the name.
       closing: what follows the arguments of a call.
       bare: whether calls are also recognised by an answer that begins with "{".
+      repeats: whether further calls follow, each in a line with an opening of its own.
     """
 
     opening: str
@@ -128,6 +104,7 @@ class CallFormat:
     forced_name: str
     closing: str
     bare: bool = False
+    repeats: bool = False
 
     def begin(self, name: str = "") -> str:
         """The beginning of an answer that must call a tool, or the tool `name`.
@@ -202,7 +179,12 @@ _JSON = json.JSONDecoder()
 _BETWEEN = re.compile(r"[\s;]*")
 
 HERMES = CallFormat(
-    "<tool_call>", _hermes, '<tool_call>\n{"name": "', '{}", "arguments":', "}\n</tool_call>"
+    "<tool_call>",
+    _hermes,
+    '<tool_call>\n{"name": "',
+    '{}", "arguments":',
+    "}\n</tool_call>",
+    repeats=True,
 )
 LLAMA = CallFormat("<|python_tag|>", _llama, '{"name": "', '{}", "parameters":', "}", bare=True)
 MISTRAL = CallFormat(
@@ -212,10 +194,11 @@ MISTRAL = CallFormat(
 
 def call_format(template: str) -> CallFormat | None:
     """The format of calls that a chat template shows to its model; None if it is not known."""
+    # Newer models of Mistral write [TOOL_CALLS]name[ARGS]{...}.
     if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    # Qwen3-Coder has the same tag around <function=name>.
-    if "<tool_call>" in template and "<function=" not in template:
+        return None if "[ARGS]" in template else MISTRAL
+    # Qwen3-Coder has the same tag around <function=name>, GLM around name and <arg_key>.
+    if "<tool_call>" in template and not re.search("<function=|<arg_key>", template):
         return HERMES
     if "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template):
         return LLAMA
@@ -235,10 +218,12 @@ class AnswerParser:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+        template = tokenizer.chat_template
+        plain = "" if template is None else template.source()
+        with_tools = "" if template is None else template.source(tools=True)
         self._tokenizer = tokenizer
-        self._reasons = END_THINK in template
-        self.format = call_format(template)
+        self._reasons = END_THINK in plain + with_tools
+        self.format = call_format(with_tools)
         self.opening_id: int | None = None
         if self.format is not None:
             ids = tokenizer.encode(self.format.opening)
@@ -255,6 +240,28 @@ class AnswerParser:
         # Each later part begins with the token, which the tokenizer leaves out, so its text joins them.
         texts = [self._tokenizer.decode(part) for part in parts]
         return self.format.opening.join(texts)
+
+    def pieces(self, tokens: np.ndarray) -> tuple[str, ...]:
+        """The text of each token of a prompt, in which special tokens have their names."""
+        add = TextStream(self._tokenizer.decode).add
+        names = {i: name for name, i in self._tokenizer.special_ids.items()}
+        return tuple(names.get(i) or add([i])[0][0] for i in tokens.tolist())
+
+    def special_name(self, token: int) -> str:
+        """The name of a special token; "" for others."""
+        special = self._tokenizer.special_ids.items()
+        return next((name for name, i in special if i == token), "")
+
+    def token_bytes(self, token: int, text: str) -> bytes:
+        """The bytes of a token, which has `text` in an answer; see `Tokenizer.token_bytes`."""
+        own = self._tokenizer.token_bytes(token)
+        try:
+            spelled = own.decode()
+        except UnicodeDecodeError:
+            return own
+        # The text may have a space that the token alone has not, or invalid bytes of tokens before.
+        is_text = text.endswith(spelled) and "\N{REPLACEMENT CHARACTER}" not in text
+        return text.encode() if is_text else own
 
     def opens_reasoning(self, prompt: np.ndarray) -> bool:
         """Whether a prompt ends with the beginning of reasoning, as the templates of some models do."""
@@ -297,36 +304,43 @@ class AnswerParser:
         *,
         start: str = "",
         stop: Sequence[str] = (),
-        calls: bool = True,
+        stop_ids: Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> AssistantMessage:
-        """The view of an answer. Malformed calls are content.
+        """The view of an answer. Malformed calls, and those of functions that do not exist, are content.
 
         Args:
           prompt: int32 [T], all that precedes.
           tokens: int32 [R], the sampled tokens.
           start: end of the prompt that is the beginning of the answer.
-          stop: texts that end the answer and are not shown.
-          calls: whether calls are parsed; without tools they are content.
+          stop, stop_ids: texts and token ids that end the answer and are not shown.
+          tools: tools that the model may call, as its template reads them.
         """
-        text = self.decode(tokens)
+        ended = len(tokens) and int(tokens[-1]) in stop_ids
+        text = self.decode(tokens[:-1] if ended else tokens)
         found = [at for at in map(text.find, stop) if at >= 0]
         text = start + text[: min(found, default=None)]
         # With `start` the prompt ends with a call, and not with the tag of reasoning.
         opened = not start and self.opens_reasoning(prompt)
         reasoning, content = self.split_reasoning(text, opened=opened)
-        if not calls or self.format is None:
+        names = {tool["function"]["name"] for tool in tools}
+        if not names or self.format is None:
             return AssistantMessage(content, reasoning)
         try:
-            content, parsed = self.format.split(content)
+            said, parsed = self.format.split(content)
         # A model may nest deeper than the parser can follow.
         except (ValueError, RecursionError):
+            said, parsed = content, ()
+        if {call.name for call in parsed} <= names:
+            content = said
+        else:
             parsed = ()
         # The same in every process, because some templates show them to the model.
         seed = hashlib.sha256(np.int32(prompt).tobytes() + b"|" + np.int32(tokens).tobytes())
         # Nine letters and digits: Mistral's templates refuse others.
-        names = (
+        call_ids = (
             hashlib.sha256(seed.digest() + str(i).encode()).hexdigest()[:9]
             for i in range(len(parsed))
         )
-        named = (dataclasses.replace(c, id=n) for c, n in zip(parsed, names, strict=True))
+        named = (dataclasses.replace(c, id=n) for c, n in zip(parsed, call_ids, strict=True))
         return AssistantMessage(content, reasoning, tuple(named))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+import functools
+import math
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import RATIO_FREE
@@ -15,6 +17,7 @@ from jaxrl.checks import (
     coefficient,
     count,
     one_of,
+    positive,
     positive_coefficient,
     score,
     settings,
@@ -22,6 +25,9 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 from jaxrl.roles.losses import CorrectionConfig
+
+if TYPE_CHECKING:
+    from jaxrl.dataflows.dataflow import Dataflow
 
 
 @settings
@@ -180,6 +186,13 @@ class AlgorithmConfig:
     log-probabilities of the first, as in PPO.
     """
 
+    @functools.cached_property
+    def flow(self) -> Dataflow:
+        """The function that `dataflow` names; UserError if there is none."""
+        from jaxrl.dataflows.lookup import find_dataflow
+
+        return find_dataflow(self.dataflow)
+
     def check_trust_region(self, *, pretrain_coef: float, truncates: bool) -> None:
         """Raises UserError if a setting contradicts one step per batch whose loss can be measured again.
 
@@ -257,7 +270,22 @@ class CostConfig:
     """Hugging Face directory of a cost model (...ForSequenceClassification)."""
     limit: Annotated[float, score()] = 0.0
     """Largest acceptable mean cost."""
+    multiplier: Annotated[float, positive_coefficient()] = 1.0
+    """The first Lagrange multiplier: the reward that one unit of cost takes away."""
+    multiplier_lr: Annotated[float, between(0, 10)] = 0.1
+    """Learning rate of the multiplier's logarithm; 0 keeps the multiplier."""
+    multiplier_max: Annotated[float, positive(or_inf=True)] = math.inf
+    """Largest multiplier; inf for no limit."""
+    multiplier_delay_steps: Annotated[int, steps(0)] = 0
+    """Number of first steps in which the multiplier does not change."""
     pretrain_coef: Annotated[float, coefficient()] = 0.0
     """Coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
     (the rows' solutions); 0 disables it.
     """
+
+    def __post_init__(self):
+        if self.multiplier > self.multiplier_max:
+            raise ValueError(
+                f"cost.multiplier {self.multiplier:g} is the first multiplier, and cost.multiplier_max "
+                f"{self.multiplier_max:g} the largest; raise multiplier_max or lower multiplier"
+            )

@@ -61,8 +61,10 @@ class SamplingStats:
     Attributes:
       generation_batches: number of generation batches.
       prompts: number of prompts.
-      accuracy: share of right answers to prompts with a ground truth; None if no prompt has one.
+      accuracy: share of right answers to prompts with a ground truth; None if there are none.
       all_correct, all_wrong: share of these prompts whose answers are all right, or all wrong; None likewise.
+        Answers of failed agents count nowhere, nor do prompts without others.
+      failed: number of samples whose agent failed; None without agents.
       surplus_prompts: number of kept groups beyond the batch, which are thrown away.
       filled_prompts: number of dropped groups that were used to complete the step.
       response_tokens: number of sampled tokens.
@@ -73,6 +75,7 @@ class SamplingStats:
     accuracy: float | None
     all_correct: float | None
     all_wrong: float | None
+    failed: int | None
     surplus_prompts: int
     filled_prompts: int
     response_tokens: int
@@ -87,6 +90,8 @@ class SamplingStats:
             "training/filter_groups/all_wrong": self.all_wrong,
             "training/filter_groups/discarded_surplus_prompts": self.surplus_prompts,
             "train/num_response_tokens_sampled": self.response_tokens,
+            # Those of the dropped groups too.
+            "agent/failed": self.failed,
         }
         if self.filled_prompts:
             metrics["training/filter_groups/filled_prompts"] = self.filled_prompts
@@ -116,8 +121,10 @@ class GroupBuffer:
         self._keeps: Keeps = keeps
         self._fills_up = fills_up
         self._prompts_sampled: list[int] = []
-        # Answers to prompts with a ground truth.
+        # Answers to prompts with a ground truth: which are right, and which count.
         self._correct_NG: list[np.ndarray] = []
+        self._counts_NG: list[np.ndarray] = []
+        self._failed: int | None = None
         self._response_tokens = 0
         self._kept: list[Scored] = []
         # Stored only if they may be needed: without a limit they would grow forever.
@@ -133,7 +140,11 @@ class GroupBuffer:
         kept_N = kept_groups(scored, self._keeps)
         answers = scored.completions.prompts.answers
         self._prompts_sampled.append(len(answers))
-        self._correct_NG.append(scored.correct_NG[np.array([bool(a) for a in answers], bool)])
+        has_truth_N = np.array([bool(a) for a in answers], bool)
+        self._correct_NG.append(scored.correct_NG[has_truth_N])
+        self._counts_NG.append(scored.counts_NG[has_truth_N])
+        if scored.completions.of_agents is not None:
+            self._failed = (self._failed or 0) + int((~scored.counts_NG).sum())
         self._response_tokens += int(scored.completions.lengths_B.sum())
         self._kept.append(scored.take(np.flatnonzero(kept_N)))
         if self._max_batches:
@@ -152,6 +163,8 @@ class GroupBuffer:
                 f": {stats.all_correct:.0%} of the prompts were answered all right, "
                 f"{stats.all_wrong:.0%} all wrong"
             )
+        if stats.failed:
+            graded += f"; {stats.failed} samples of agents failed (agent/failed)"
         message = (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
             f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with "
@@ -171,18 +184,23 @@ class GroupBuffer:
         # Dropped groups last, so that they only fill what is missing.
         groups = Scored.concatenate([*self._kept, *self._dropped])
         self._prompts_sampled, self._correct_NG, self._response_tokens = [], [], 0
+        self._counts_NG, self._failed = [], None
         self._sampled, self._kept, self._dropped = [], [], []
         # The surplus is thrown away: in the next step it would be off-policy.
         return groups.take(np.arange(self._num_prompts)), stats
 
     def _stats(self) -> SamplingStats:
-        correct_NG = np.concatenate(self._correct_NG)
+        correct_NG, counts_NG = map(np.concatenate, (self._correct_NG, self._counts_NG))
+        counted = counts_NG.any(axis=1)
+        right_N = (correct_NG | ~counts_NG)[counted].all(axis=1)
+        wrong_N = (~correct_NG | ~counts_NG)[counted].all(axis=1)
         return SamplingStats(
             generation_batches=len(self._prompts_sampled),
             prompts=sum(self._prompts_sampled),
-            accuracy=_mean(correct_NG),
-            all_correct=_mean(correct_NG.all(axis=1)),
-            all_wrong=_mean((~correct_NG).all(axis=1)),
+            accuracy=_mean(correct_NG[counts_NG]),
+            all_correct=_mean(right_N),
+            all_wrong=_mean(wrong_N),
+            failed=self._failed,
             # A buffer that is not full is filled up: it has no surplus then.
             surplus_prompts=max(0, -self.missing),
             filled_prompts=max(0, self.missing),

@@ -5,7 +5,7 @@
     learner              [ learn from 1    ][ learn from 2       ]
 
 A step takes the finished groups with the oldest tokens. New weights are handed over between two dispatches;
-samples in progress go on with them (`rollout.continuous`). A step leaves room for older groups, and waits for
+samples in progress go on with them (`rollout.group_loop`). A step leaves room for older groups, and waits for
 those that only it may still train on, so none gets too old. Every token keeps its log-probability and the
 version of its weights, and the rollout correction (`roles.losses`) accounts for the difference.
 
@@ -51,7 +51,7 @@ from jaxrl.dataflows.samplers import (
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup, OnFinished
+from jaxrl.rollout.group_loop import FinishedGroup, GroupLoop, OnFinished
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts
 
@@ -149,7 +149,7 @@ class SamplingSchedule:
         return self.dispatches < self._row(self._recorded, self._version).dispatches
 
     def end(self) -> None:
-        """Writes the row of the version, if one has begun.
+        """Writes the row of the version, if one has started.
 
         Raises:
           UserError: this run did something else than the recorded one.
@@ -211,7 +211,7 @@ class FreeRunning:
         self._groups_per_step = groups_per_step
         self._prompts_per_batch = prompts_per_batch
         self._max_staleness = max_staleness
-        self._rollout: ContinuousRollout | None = None
+        self._rollout: GroupLoop | None = None
         # Groups of a checkpoint, which the next step goes on with.
         self._left: UnfinishedGroups | None = None
         self._ready: list[FinishedGroup] = []
@@ -232,12 +232,10 @@ class FreeRunning:
             counts = self._begin_step(generation.timer.step)
             taken = self._take(enough)
         completions = Completions.concatenate([group.completions for group in taken])
-        stale = sum(group.count_older(self._step) for group in taken)
         sampled = self._rewards(completions, self._beside)
         self._beside.forget(completions)
-        sampled = Sampled(
-            sampled.scored, sampled.metrics, {**counts, "rollout/stale_tokens": stale}
-        )
+        counts["rollout/stale_tokens"] = completions.num_stale(self._step)
+        sampled = Sampled(sampled.scored, sampled.metrics, counts)
         self._staleness = max(self._staleness, *(self._step - g.oldest_version for g in taken))
         metrics = {"rollout/staleness": self._staleness, **self._open().metrics}
         return with_metrics(sampled, metrics)
@@ -267,7 +265,7 @@ class FreeRunning:
             self._dispatch()
         return answers
 
-    def _open(self) -> ContinuousRollout:
+    def _open(self) -> GroupLoop:
         if self._rollout is None:
             options, schedule = self._generation.current(), self._schedule
             left, self._left = self._left, None
@@ -327,7 +325,7 @@ class FreeRunning:
         return taken
 
     def _count_ages(self) -> None:
-        self._ages = collections.Counter(self._open().oldest_versions())
+        self._ages = collections.Counter(self._open().oldest_versions().values())
         self._ages.update(group.oldest_version for group in self._ready)
 
     def _may_take(self, version: int) -> bool:
@@ -400,7 +398,7 @@ class FreeRunning:
         """All groups that no step has taken."""
         # Whether an evaluation has waited for the dispatch in progress then makes no difference.
         rollout = self._open()
-        rollout.collect()
+        rollout.finish()
         self._receive()
         ready = [group.samples for group in self._ready]
         return UnfinishedGroups.concatenate([*ready, rollout.unfinished()])

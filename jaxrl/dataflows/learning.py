@@ -118,14 +118,14 @@ class ActorPhase:
             return experience.extended(self.timer.when_done(batch), metrics)
 
     def _same_tokens(self, experience: Experience) -> Metrics:
-        """How far the trainer's draws agree with the sampler's, every tenth step."""
+        """How far the trainer's draws agree with the sampler's, every tenth step; of no token nothing."""
         if self.sampling is None or self.timer.step % REDRAWN_EVERY:
             return {}
         draws = draws_of(experience.completions, self.sampling)
         if draws is None:
             return {}
         same = self.actor.same_tokens(experience.batch, draws)
-        return {"training/same_token_fraction": same}
+        return {} if same is None else {"training/same_token_fraction": same}
 
     def _with_old_logprob(self, batch: TrainBatch, logprob: jax.Array) -> TrainBatch:
         """Sets the old log-probabilities; those of the sampler where the trainer does not keep the token."""
@@ -155,7 +155,9 @@ class ActorPhase:
             metrics = self.timer.when_done(prefixed("actor", metrics))
             self.meanwhile(metrics)
         if self.entropy is not None:
-            self.entropy.follow(metrics["actor/entropy"])
+            # An entropy of no tokens would change the coefficient.
+            if hosts.fetch(metrics["actor/skipped_updates"]) < 1:
+                self.entropy.follow(metrics["actor/entropy"])
             metrics = metrics | {"actor/entropy_coef": coef}
         # Reading metrics waits for the device, so the updates are dispatched first.
         return metrics | self._metrics(experience)

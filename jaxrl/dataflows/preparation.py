@@ -213,13 +213,15 @@ class Advantages:
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
         """Adds advantages with the reward of the greedy response as baseline (ReMax)."""
         with self.timer.phase("adv"):
-            reward_N = greedy.scored.reward_B
-            baseline_B = reward_N[experience.completions.prompt_index_B]
+            reward_N, counts_N = greedy.scored.reward_B, greedy.completions.counts_B
+            index_B = experience.completions.prompt_index_B
+            # Samples whose greedy agent failed have no baseline. Their own reward leaves an advantage of 0.
+            baseline_B = np.where(
+                counts_N[index_B], reward_N[index_B], experience.scored.reward_B
+            ).astype(np.float32)
             experience, _ = self._estimated(experience, baseline_B=baseline_B)
-            experience = experience.extended(
-                experience.batch, {"reward/greedy/mean": reward_N.mean()}
-            )
-            return self._done(experience)
+            metrics = {"reward/greedy/mean": reward_N[counts_N].mean()} if counts_N.any() else {}
+            return self._done(experience.extended(experience.batch, metrics))
 
     def with_costs(
         self, experience: Experience, costs: Costs, values: jax.Array
@@ -259,7 +261,7 @@ class Advantages:
             metrics["actor/reward_kl_penalty"] = reward_kl
             # That of this step: `follow` changes it.
             metrics["actor/reward_kl_penalty_coeff"] = self.kl.value
-        self.kl.follow(reward_kl, len(completions))
+        self.kl.follow(reward_kl, int(completions.counts_B.sum()))
         return experience.extended(experience.batch.replace(advantage=advantage), metrics), target
 
     def _done(self, experience: Experience) -> Experience:
@@ -267,10 +269,6 @@ class Advantages:
 
 
 def _groups(completions: Completions) -> tuple[np.ndarray, int]:
-    """The group of each sample, int32 [B], and their number. Samples of failed agents are a group apart."""
-    index_B, agents = completions.prompt_index_B.astype(np.int32), completions.of_agents
-    if agents is None:
-        return index_B, len(completions.prompts)
-    # Apart, because their rewards must not be in the baseline of the others.
-    apart = np.int32(len(completions.prompts))
-    return np.where(agents.failed_B, apart, index_B), int(apart) + 1
+    """The group of each sample, int32 [B], and their number. Samples of failed agents are absent, -1."""
+    index_B = np.where(completions.counts_B, completions.prompt_index_B, -1)
+    return index_B.astype(np.int32), len(completions.prompts)

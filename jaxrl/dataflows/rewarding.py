@@ -9,6 +9,7 @@ import abc
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -363,10 +364,12 @@ class Costs:
 
     Attributes:
       cost_B: float32 [B], cost of each response.
+      mean: mean cost, float32; None if all agents failed.
       metrics: metrics of the costs.
     """
 
     cost_B: np.ndarray
+    mean: np.floating | None
     metrics: Metrics
 
 
@@ -380,11 +383,11 @@ class CostPhase:
     def score(self, sampled: Sampled) -> Costs:
         with self.timer.phase("cost"):
             cost_B = self.scores(sampled.completions)
-            return Costs(cost_B, {"cost/mean": cost_B.mean(), "cost/max": cost_B.max()})
-
-
-# Learning rate of the multiplier's logarithm.
-MULTIPLIER_LR = 0.1
+            counted = cost_B[sampled.completions.counts_B]
+            if not len(counted):
+                return Costs(cost_B, None, {})
+            mean = counted.mean()
+            return Costs(cost_B, mean, {"cost/mean": mean, "cost/max": counted.max()})
 
 
 @dataclasses.dataclass(eq=False)
@@ -395,17 +398,23 @@ class Multiplier:
       value: multiplier of the next step.
       limit: largest acceptable mean cost.
       learning_rate: rate of its logarithm.
+      largest: largest value; inf for no limit.
+      delay_steps: number of first steps in which it does not change.
+      steps: number of steps so far.
     """
 
     value: float
     limit: float
     learning_rate: float
+    largest: float = math.inf
+    delay_steps: int = 0
+    steps: int = 0
 
     def update(self, costs: Costs) -> Metrics:
         """Raises it if the mean cost is above the limit, else lowers it; reports the previous value."""
-        used = self.value
-        excess = jnp.float32(costs.cost_B.mean() - self.limit)
-        self.value = float(
-            raised_multiplier(jnp.float32(used), excess, learning_rate=self.learning_rate)
-        )
+        used, self.steps = self.value, self.steps + 1
+        if self.steps > self.delay_steps and costs.mean is not None:
+            excess = jnp.float32(costs.mean - self.limit)
+            raised = raised_multiplier(jnp.float32(used), excess, learning_rate=self.learning_rate)
+            self.value = min(float(raised), self.largest)
         return {"cost/multiplier": used}

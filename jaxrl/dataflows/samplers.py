@@ -5,6 +5,7 @@
                         continues unfinished ones
     FreeRunning         goes on while the step learns, on devices of its own (`free_running`)
     CountedSampling     wraps one of these and counts the problems that the stream left out
+    CurriculumSampling  wraps one of these and tells the user's sampler of prompts every graded group
     DynamicSampling     wraps one of these and samples until enough groups are mixed (`dynamic_sampling`)
 
 Each finished group is graded once, while others are still sampled.
@@ -21,6 +22,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from jaxrl.data.curriculum import CurriculumStream
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
@@ -43,7 +45,7 @@ class PromptSource(Protocol):
     def __next__(self) -> Prompts: ...
 
     def state(self) -> dict[str, Any]:
-        """The position as plain JSON."""
+        """The position as JSON, and arrays in dicts."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -309,3 +311,24 @@ class CountedSampling:
         self._inner.restore(record, prompts)
         # An earlier process has reported what the stream left out before the record.
         self._counted = self._stream.counts()
+
+
+class CurriculumSampling:
+    """Tells the user's sampler of prompts (`data.sampler`) every graded group."""
+
+    def __init__(self, inner: Sampler, stream: CurriculumStream):
+        """Args: the wrapped sampler, and the stream of its prompts."""
+        self._inner = inner
+        self._stream = stream
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        sampled = self._inner.sample(prompts, enough=enough)
+        # All processes have the same verdicts and rewards (`rewarding.Rewards` checks it).
+        self._stream.update(sampled.scored)
+        return sampled
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        return self._inner.record(prompts)
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        self._inner.restore(record, prompts)

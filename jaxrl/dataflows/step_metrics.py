@@ -20,34 +20,39 @@ from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.packing import Packing
-from jaxrl.types import AgentRows, Scored, TrainBatch, ValueBatch
+from jaxrl.types import Completions, Scored, TrainBatch, ValueBatch
 
 _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]:
-    """Metrics of rewards and lengths of a step's sequences."""
-    completions = groups.completions
-    prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
-    response_lengths = completions.lengths_B
-    answered, resumed = np.array([_changes(mask) for mask in completions.mask]).T
+    """Metrics of rewards and lengths of a step's sequences.
+
+    Samples of failed agents count in `agent/failed` alone. A step without any other has no means.
+    """
+    completions, counts_B = groups.completions, groups.completions.counts_B
+    lengths_N = np.array([len(t) for t in completions.prompts.tokens])
+    prompt_lengths = lengths_N[groups.counts_NG.any(axis=1)]
+    response_lengths = completions.lengths_B[counts_B]
+    changes = [_changes(mask) for mask in completions.mask]
+    answered, resumed = np.array(changes, np.int64).reshape(-1, 2)[counts_B].T
     return {
-        **_spread("critic/score", groups.score_B),
-        **_spread("critic/rewards", groups.reward_B),
+        **_spread("critic/score", groups.score_B[counts_B]),
+        **_spread("critic/rewards", groups.reward_B[counts_B]),
         **_spread("response_length", response_lengths),
-        "response_length/clip_ratio": float(completions.truncated_B.mean()),
+        **_mean("response_length/clip_ratio", completions.truncated_B[counts_B]),
         **_spread("prompt_length", prompt_lengths),
-        "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
+        **_mean("prompt_length/clip_ratio", prompt_lengths >= max_prompt_tokens),
         # As in verl every sample has its prompt, also where samples share it.
         "perf/total_num_tokens": float(
-            response_lengths.sum() + prompt_lengths.sum() * completions.num_samples
+            response_lengths.sum() + lengths_N[completions.prompt_index_B[counts_B]].sum()
         ),
         "perf/response_num_tokens": float(response_lengths.sum()),
         # The prompt and the first answer are turns too.
         **_spread("num_turns", 2 + answered + resumed),
         **_spread("tool_call_counts", answered),
-        "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
-        **_agent_metrics(completions.of_agents),
+        **_mean("response_length/overlong_ratio", groups.shaping_B[counts_B] < 0),
+        **_agent_metrics(completions),
     }
 
 
@@ -59,12 +64,13 @@ def _changes(mask: np.ndarray) -> tuple[int, int]:
     return int((change < 0).sum()), int((change > 0).sum())
 
 
-def _agent_metrics(agents: AgentRows | None) -> dict[str, float]:
+def _agent_metrics(completions: Completions) -> dict[str, float]:
     """Samples whose agent failed, and conversations beyond the first of each sample."""
+    agents = completions.of_agents
     if agents is None:
         return {}
     return {
-        "agent/failed": float(agents.failed_B.sum()),
+        "agent/failed": float((~completions.counts_B).sum()),
         "agent/further_conversations": float(sum(map(len, agents.branches))),
     }
 
@@ -136,11 +142,18 @@ def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """Mean and extremes; nothing of no values."""
+    if not len(values):
+        return {}
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
+
+
+def _mean(name: str, values: np.ndarray) -> dict[str, float]:
+    return {name: float(values.mean())} if len(values) else {}
 
 
 # Timers of the phase that updates the model: of an actor, and of pairs.

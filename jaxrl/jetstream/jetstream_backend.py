@@ -42,7 +42,7 @@ from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.stop_strings import end_of_stop
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions, Prompts, Stretch
 
 # Fields of the decode state that accompany each token.
 FIELDS = ("logprob", "entropy")
@@ -205,11 +205,9 @@ class JetStreamBackend(EngineBackend):
                     # that.
                     tokens_R, *bits = map(np.ascontiguousarray, columns_RC.T)
                     floats = (of_field.view(np.float32) for of_field in bits)
-                    sample.add_decoded(tokens_R, *floats, version=options.step)
                     stops = options.stop_strings
                     end = end_of_stop(tokens_R, len(tokens_R), stops, self._decode_text)
-                    if end is not None:
-                        sample.cut(end)
+                    sample.add(Stretch(tokens_R, *floats, version=options.step)[:end])
                     sample.finished = True
                     stopped = end is not None or int(tokens_R[-1]) in self.engine.config.stop_ids
                     sample.truncated = not stopped

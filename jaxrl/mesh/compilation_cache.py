@@ -18,12 +18,12 @@ from typing import Any
 
 import filelock
 import jax
-from jax._src import compiler, distributed
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl.files import cache_root
 from jaxrl.mesh.pools import Pool
 from jaxrl.mesh.replica_groups import replica_groups
+from jaxrl.private import keep_what_this_process_compiles
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +79,8 @@ def keep_programs_of(pools: Sequence[Pool]) -> None:
     for mesh in {pool.mesh_of(role) for pool in pools for role in pool.roles}:
         if (groups := replica_groups(mesh)) is not None:
             firsts |= {processes[0] for processes in groups.processes}
-    state, write, own = distributed.global_state, compiler._cache_write, jax.process_index()
-    if own == 0 or own not in firsts:
-        return
-
-    def write_as_first(*entry: Any) -> None:
-        state.process_id = 0
-        try:
-            write(*entry)
-        finally:
-            state.process_id = own
-
-    compiler._cache_write = write_as_first
+    if jax.process_index() in firsts - {0}:
+        keep_what_this_process_compiles()
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ def _senders(
 
 
 def _rounds(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The round of each (sender, receiver): nobody sends or receives twice in a round.
+    """The round of each (sender, receiver): no process sends or receives twice in a round.
 
     These are as few rounds as the busiest device has edges (König's theorem). An edge takes the first round
     that is free at its sender; if another one has it at the receiver, edges swap two rounds along a path.
@@ -367,7 +367,7 @@ class Bucket:
     def _ends(self) -> tuple[list[Any], list[Any]]:
         # The arrays that travel, and what they are there.
         before = [w.stored.abstract(w.shape, w.train) for w in self.weights]
-        after = [w.abstract(generate=True) for w in self.weights]
+        after = [w.stored.abstract(w.generate_shape, w.generate) for w in self.weights]
         return jax.tree.leaves(before), jax.tree.leaves(after)
 
     def move(self, leaves: list[jax.Array]) -> list[Any]:
@@ -376,13 +376,23 @@ class Bucket:
             stored = [
                 stored_in_place(w.stored, x) for w, x in zip(self.weights, leaves, strict=True)
             ]
-            return self._sent(stored)
+            return self.entries_program(self._sent(stored))
         (leaf,) = leaves
         count, state = jnp.zeros((), jnp.int32), self._empty_program()
         for _ in range(self.num_slices):
             piece, count = self.cut_program(leaf, count)
             state = self.write_program(state, self._sent(piece))
         return [state[0]]
+
+    @functools.cached_property
+    def entries_program(self) -> Any:
+        """The compiled program from what has arrived to what generation has: lists of layers."""
+        if not any(w.listed for w in self.weights):
+            return lambda arrived: arrived
+        return jax.jit(
+            lambda arrived: [w.entries(x) for w, x in zip(self.weights, arrived, strict=True)],
+            out_shardings=[w.generate_shardings for w in self.weights],
+        )
 
     def _sent(self, arrays: Any) -> Any:
         flat, structure = jax.tree.flatten(arrays)
@@ -411,15 +421,18 @@ class Bucket:
 
         def write(state: tuple[Any, jax.Array], piece: Any) -> tuple[Any, jax.Array]:
             filled, count = state
+            listed = self.weights[0].listed
 
             def one(old: jax.Array, new: jax.Array) -> jax.Array:
+                if listed:
+                    old, new = old[None], new[None]
                 shape = self._sliced(old.shape)
                 new = new.reshape(*shape[: self.dim + 1], 1, *shape[self.dim + 2 :])
                 cells = old.reshape(shape)
                 cells = jax.lax.dynamic_update_slice_in_dim(cells, new, count, self.dim + 1)
-                return cells.reshape(old.shape)
+                return cells.reshape(old.shape[listed:])
 
-            return jax.tree.map(one, filled, piece), count + 1
+            return jax.tree.map(one, filled, self.weights[0].entries(piece)), count + 1
 
         return jax.jit(write, donate_argnums=0, out_shardings=self._state_shardings)
 
@@ -435,7 +448,8 @@ class Bucket:
         (piece,) = self.weights
         shape = list(piece.generate_shape)
         shape[self.dim] *= self.num_slices
-        leaf = piece.stored.abstract(tuple(shape), piece.generate)
+        whole = dataclasses.replace(piece, generate_shape=tuple(shape))
+        leaf = whole.abstract(generate=True)
         zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), leaf)  # noqa: E731
         return jax.jit(lambda: (zeros(), jnp.int32(0)), out_shardings=self._state_shardings)
 
@@ -460,8 +474,9 @@ def _bucket_of(indices: tuple[int, ...], weights: Sequence[Weight], fewest: int)
         return Bucket(indices, tuple(weights))
     (weight,), cell = weights, _cell_of(weights[0])
     # Entries that share a scale stay together. The first dimension: contiguous in memory. Slices of layers
-    # would be other ones if some are cut off.
-    free = [d for d in range(weight.cuts, len(cell)) if d not in weight.stored.dims]
+    # would be other ones if some are cut off, and each would fill other arrays of a list.
+    first = weight.cuts or weight.listed
+    free = [d for d in range(first, len(cell)) if d not in weight.stored.dims]
     dim = next((d for d in free if cell[d] >= fewest), max(free, key=lambda d: cell[d]))
     num_slices = equal_slices(cell[dim], fewest)
     before, after = list(weight.shape), list(weight.generate_shape)
@@ -529,7 +544,7 @@ class Handover:
             here = stored_in_place(w.stored, leaf)
             if w.cuts:
                 here = jax.tree.map(lambda x, w=w: np.asarray(x)[: w.generate_shape[0]], here)
-            moved.append(jax.tree.map(put, here, w.generate_shardings))
+            moved.append(jax.tree.map(put, w.entries(here), w.generate_shardings))
         return jax.tree.unflatten(self._structure, moved)
 
     def by_shards(self, params: Any) -> Any:

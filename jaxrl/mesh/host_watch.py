@@ -11,9 +11,9 @@ heartbeats with the others. If one is missed it ends its own process with a line
 its last phase, and what to do.
 
 The store dies with process 0. JAX then prints a hundred lines of stack and aborts the other processes before
-their threads can react. So the handler of the abort's signal (`hosts.start`) writes the line, and ends with
-the status of a lost process. A process that the kernel kills for want of memory prints nothing itself; the
-others name it.
+their threads can react. So an abort waits for some seconds, in which a thread that follows process 0 writes
+the line and ends with the status of a lost process (`hosts.start`). A process that the kernel kills for want
+of memory prints nothing itself; the others name it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Functions marked *collective* must be called by every process, in the same order
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -18,25 +19,25 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.checks import NAME, at_least, count, settings
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.mesh.host_watch import REMEDY, HostWatch
+from jaxrl.private import coordination_client, coordinator_address
 
 AUTO = "auto"
 PATHWAYS = "pathways"
 # Timeout of JAX's own heartbeats. It is longer than ours, so that ours, whose message says more, come first.
 _JAX_HEARTBEAT_S = 100
-# Time in which process 0 must accept a connection, or it is gone.
-_KNOCK_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -121,9 +122,12 @@ def start(config: HostsConfig) -> None:
     patience: Any = {
         "heartbeat_timeout_seconds": max(_JAX_HEARTBEAT_S, round(2 * config.lost_after_s))
     }
-    # Before it connects: process 0 may die at any moment from then on. Python's own handlers run later, in
-    # the main thread, which an abort does not wait for.
-    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
+    # Before it connects: process 0 may die at any moment from then on, and JAX then aborts this process, in a
+    # thread of its own. The handler must be safe in a signal, so it is no Python: it is libc's `sleep`, whose
+    # seconds are the number of the signal, 6. In these `_follow_first` ends this process; if process 0 is
+    # alive, the abort goes on after them.
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGABRT, libc.sleep)
     try:
         if config.coordinator == AUTO:
             jax.distributed.initialize(**patience)
@@ -138,33 +142,45 @@ def start(config: HostsConfig) -> None:
             f"hosts.coordinator={config.coordinator} ({reason}); give the address:port of process 0 with "
             "hosts.num_processes and hosts.process_id, and start all processes"
         ) from error
+    leaves = threading.Event()
+    # Runs before JAX's own: once all processes have left, process 0 ends as it should.
+    atexit.register(leaves.set)
+    threading.Thread(target=_follow_first, args=(leaves,), daemon=True).start()
 
 
 # The watch of this process during a multi-process run. Global, like JAX's distributed client.
 _watch: HostWatch | None = None
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _on_abort(number: int) -> None:
-    """Runs where this process is aborted; ends it if process 0 is gone, else lets the abort go on.
+def _follow_first(leaves: threading.Event) -> None:
+    """Ends this process when the port of process 0 is closed, unless it `leaves` by itself.
 
-    JAX's own callback for a lost process 0 fails to make a Python object of its status (jaxlib 0.10.2).
+    Holds a connection to it, which breaks at the moment of its death. The server also closes connections that
+    say nothing, but takes new ones.
     """
-    address = distributed.global_state.coordinator_address or ""
+    address = coordinator_address()
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-    except OSError:
-        first, own = f"process 0 ({address})", "this process"
-        if _watch is not None:
-            first, own = _watch.names_of_first_and_own()
-        print(
-            f"error: {first} is gone, and the service of all with it; {own} ends, with status "
-            f"{EXIT_TRY_AGAIN}: {REMEDY}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(EXIT_TRY_AGAIN)
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port))) as line:
+                while line.recv(1 << 12):
+                    pass
+        except ConnectionRefusedError:
+            break
+        except OSError:
+            # Of the network, which may come back. If it does not, heartbeats are missed.
+            time.sleep(0.1)
+    if leaves.is_set():
+        return
+    unwatched = f"process 0 ({address})", "this process"
+    first, own = _watch.names_of_first_and_own() if _watch is not None else unwatched
+    print(
+        f"error: {first} is gone, and the service of all with it; {own} ends, with status "
+        f"{EXIT_TRY_AGAIN}: {REMEDY}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_TRY_AGAIN)
 
 
 @contextlib.contextmanager
@@ -180,7 +196,7 @@ def watched(config: HostsConfig) -> Iterator[None]:
         return
     try:
         with HostWatch(
-            _store(),
+            coordination_client(),
             jax.process_index(),
             num_processes(),
             lost_after_s=config.lost_after_s,
@@ -371,18 +387,13 @@ _FOREVER_MS = 2**31 - 1
 _kept = _kept_bytes = _deleted = 0
 
 
-def _store() -> Any:
-    # JAX has no public name for its client; Orbax, too, takes it from here.
-    return distributed.global_state.client
-
-
 def _next_exchange() -> str:
     global _kept, _kept_bytes, _deleted
     if _kept == _KEPT or _kept_bytes > _KEPT_BYTES:
         # Everyone has read what was sent before.
-        _store().wait_at_barrier(f"{_EXCHANGES}/{_deleted}", _FOREVER_MS)
+        coordination_client().wait_at_barrier(f"{_EXCHANGES}/{_deleted}", _FOREVER_MS)
         if is_first():
-            _store().key_value_delete(f"{_EXCHANGES}/{_deleted}/")
+            coordination_client().key_value_delete(f"{_EXCHANGES}/{_deleted}/")
         _kept, _kept_bytes, _deleted = 0, 0, _deleted + 1
     _kept += 1
     return f"{_EXCHANGES}/{_deleted}/{_kept}"
@@ -394,8 +405,8 @@ def _count(num_bytes: int) -> None:
 
 
 def _send(exchange: str, content: bytes) -> None:
-    _store().key_value_set_bytes(f"{exchange}/{jax.process_index()}", content)
+    coordination_client().key_value_set_bytes(f"{exchange}/{jax.process_index()}", content)
 
 
 def _receive(exchange: str, process: int) -> bytes:
-    return _store().blocking_key_value_get_bytes(f"{exchange}/{process}", _FOREVER_MS)
+    return coordination_client().blocking_key_value_get_bytes(f"{exchange}/{process}", _FOREVER_MS)

@@ -46,6 +46,9 @@ TENSOR_GEN = ("tensor_gen", "tensor_gen_2", "tensor_gen_3")
 MAX_SIMULATED_DEVICES = 4096
 
 
+Sharding = Literal["replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"]
+
+
 @settings
 class LayoutConfig:
     """The parallel layout as a user writes it."""
@@ -59,7 +62,7 @@ class LayoutConfig:
     """
     layout: Annotated[str, PATH] = "as_given"
     """"auto" searches for the fastest mapping of roles to devices before the run begins, by
-    simulation (docs/planner.md), and sets layouts, pools and slots. So does the name of an
+    simulation (docs/planning.md), and sets layouts, pools and slots. So does the name of an
     accelerator or the path of a JSON file that describes one; "auto" looks up the kind of the
     devices. "as_given" takes the layouts of the recipe.
     """
@@ -78,7 +81,7 @@ class LayoutConfig:
     """
     context: Annotated[int, count(1)] = 1
     """Number of replicas that split each sequence instead of the batch."""
-    sharding: Literal["replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"] = "FSDP"
+    sharding: Sharding = "FSDP"
     """Sharding of weights, gradients and moments over replicas, a name of
     `mesh.sharding_strategies.ZERO`.
     """

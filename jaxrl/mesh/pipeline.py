@@ -73,8 +73,9 @@ def check_microbatches(
     num = requested or stages
     if num % stages:
         raise UserError(
-            f"train.pipeline_microbatches={num} is no multiple of the {stages} pipeline stages, over which "
-            f"finished microbatches are shared out; use {math.ceil(num / stages) * stages}"
+            f"train.pipeline_microbatches={num} is no multiple of the {stages} pipeline stages (p of "
+            "mesh.train), over which finished microbatches are shared out; "
+            f"use {math.ceil(num / stages) * stages}"
         )
     if rows % (shards * num):
         raise UserError(

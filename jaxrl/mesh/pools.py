@@ -23,22 +23,49 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Required
 
 from jax.sharding import Mesh
+from pydantic import Field, with_config
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
+from jaxrl.checks import NAME, count
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout, Sharding
 
 # The name of the only pool in a run without a placement.
 EVERYTHING = "all"
 
-_OWN_SETTINGS = ("roles", "devices", "layouts")
-# Settings of the whole run. A pool cannot have its own.
-_RUN_SETTINGS = ("simulated_devices", "layout", "hardware")
+
+@with_config(extra="forbid", strict=True)
+class OwnLayout(TypedDict, total=False):
+    """Settings of `mesh` that differ for a pool or a role; the others are settings of the whole run."""
+
+    train: Annotated[str, NAME]
+    generate: Annotated[str, NAME]
+    fsdp: Annotated[int, count(1)]
+    expert: Annotated[int, count(1)]
+    context: Annotated[int, count(1)]
+    sharding: Sharding
+    offload_training_state: bool
+
+
+class PoolSettings(OwnLayout, total=False):
+    """A pool of a placement.
+
+    Attributes:
+      roles: names of the roles that live there.
+      devices: positions "first-last" among the devices of the run. Without them a pool takes as many devices
+        as its layout needs, after those of the pools before it.
+      layouts: by role the settings that differ from the pool's.
+    """
+
+    roles: Required[Annotated[tuple[str, ...] | list[str], Field(min_length=1)]]
+    # At most 7 digits: `int` refuses text of thousands of them with an error of its own.
+    devices: Annotated[str, Field(pattern=r"^[0-9]{1,7}-[0-9]{1,7}$")]
+    layouts: dict[str, OwnLayout]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +130,7 @@ def _checked(config: LayoutConfig, where: str) -> ParallelLayout:
 
 
 def read_placement(
-    table: Mapping[str, Mapping[str, Any]],
+    table: Mapping[str, PoolSettings],
     mesh: LayoutConfig,
     roles: Sequence[str],
     *,
@@ -112,16 +139,13 @@ def read_placement(
     """Reads and checks a placement, without devices.
 
     Args:
-      table: for each pool a mapping with "roles" (names), "devices" ("first-last", optional), "layouts" (by
-        role the settings that differ from the pool's, optional), and settings of `mesh` that differ for the
-        pool. Without "devices" a pool takes as many devices as its layout needs, after those of the pools
-        before it. An empty table puts all roles into one pool of all devices.
+      table: the checked `placement` of a config. An empty one puts all roles into one pool of all devices.
       mesh: default settings of all pools.
       roles: roles of the run.
       whole_hosts: whether each pool has processes of its own.
 
     Raises:
-      UserError: a role is missing, duplicated or unknown, a setting is unknown, or a layout is malformed.
+      UserError: a role is missing, duplicated or unknown, or a layout is malformed.
     """
     if not table:
         everything = Pool(EVERYTHING, tuple(roles), mesh)
@@ -153,56 +177,33 @@ def read_placement(
     return pools
 
 
-def places(table: Mapping[str, Mapping[str, Any]], role: str) -> bool:
-    """Whether a pool of the placement names the role; raises UserError if a pool has no roles."""
-    return any(role in _roles_of(name, row) for name, row in table.items())
+def places(table: Mapping[str, PoolSettings], role: str) -> bool:
+    """Whether a pool of the placement names the role."""
+    return any(role in row["roles"] for row in table.values())
 
 
-def _roles_of(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    roles = row.get("roles")
-    named = isinstance(roles, list | tuple) and all(isinstance(role, str) for role in roles)
-    if not named or not roles:
-        raise UserError(
-            f'placement.{name}.roles is {roles!r}; name the roles that live there, such as ("actor",), or '
-            "take the pool off the table"
-        )
-    return tuple(roles)
-
-
-def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
-    roles = _roles_of(name, row)
-    own = {key: value for key, value in row.items() if key not in _OWN_SETTINGS}
-    config = _with_settings(f"placement.{name}", mesh, own, also=_OWN_SETTINGS)
-    own_layouts = row.get("layouts", {})
-    if not isinstance(own_layouts, Mapping) or not all(
-        role in roles and isinstance(changes, Mapping) for role, changes in own_layouts.items()
-    ):
-        raise UserError(
-            f"placement.{name}.layouts is {own_layouts!r}; it has settings of mesh by role, such as "
-            f'{{"{roles[0]}": {{"train": "1-4-2"}}}}, for roles of the pool: {", ".join(roles)}'
-        )
-    layouts = {}
-    for role, changes in own_layouts.items():
+def _read_pool(name: str, row: PoolSettings, mesh: LayoutConfig) -> Pool:
+    own: Any = {key: value for key, value in row.items() if key in OwnLayout.__annotations__}
+    config = dataclasses.replace(mesh, **own)
+    roles, layouts, span = tuple(row["roles"]), {}, None
+    for role, changes in row.get("layouts", {}).items():
+        if role not in roles:
+            raise UserError(
+                f"placement.{name}.layouts.{role}: the pool has no role {role!r}; its roles are "
+                f"{', '.join(roles)}"
+            )
         # Generation uses the training layout by default. A role with its own training layout must not inherit
         # the generation layout of the pool.
         base = dataclasses.replace(config, generate="") if "train" in changes else config
-        layouts[role] = _with_settings(f"placement.{name}.layouts.{role}", base, changes)
-    span, text = None, row.get("devices")
-    if text is not None:
-        # At most 7 digits: `int` refuses text of thousands of them with an error of its own.
-        match = re.fullmatch(r"(\d{1,7})-(\d{1,7})", text) if isinstance(text, str) else None
-        if match is None or int(match[2]) < int(match[1]):
-            raise UserError(
-                f"placement.{name}.devices={text!r} is not first-last, two positions such as '0-3'; leave it "
-                "out to take the next free devices"
-            )
-        span = int(match[1]), int(match[2])
+        layouts[role] = dataclasses.replace(base, **changes)
+    if "devices" in row:
+        first, last = map(int, row["devices"].split("-"))
+        span = first, last
     pool = Pool(name, roles, config, span, layouts)
-    if pool.span is not None and pool.span[1] - pool.span[0] + 1 != pool.num_devices:
+    if span is not None and span[1] - span[0] + 1 != pool.num_devices:
         raise UserError(
-            f"placement.{name}.devices={row['devices']} are {pool.span[1] - pool.span[0] + 1} devices, but "
-            f"its layout {pool.layout.name} needs {pool.num_devices}; change one of them, or leave devices "
-            "out"
+            f"placement.{name}.devices={row.get('devices')} are {span[1] - span[0] + 1} devices, but its "
+            f"layout {pool.layout.name} needs {pool.num_devices}; change one of them, or leave devices out"
         )
     for role, layout in pool.layouts.items():
         if layout.num_devices != pool.num_devices:
@@ -211,20 +212,6 @@ def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
                 f"pool has {pool.num_devices}; choose p*t*d = {pool.num_devices}, or give the role a pool"
             )
     return pool
-
-
-def _with_settings(
-    where: str, mesh: LayoutConfig, changes: Mapping[str, Any], also: Sequence[str] = ()
-) -> LayoutConfig:
-    known = [f.name for f in dataclasses.fields(mesh) if f.name not in _RUN_SETTINGS]
-    if unknown := set(changes) - set(known):
-        raise UserError(
-            f"{where} has {', '.join(sorted(unknown))}; it may have {', '.join((*also, *known))}"
-        )
-    try:
-        return dataclasses.replace(mesh, **changes)
-    except UserError as error:
-        raise UserError(f"{where}.{error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

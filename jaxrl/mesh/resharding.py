@@ -15,6 +15,9 @@ A weight in 8 bits (`quantized.py`) is rounded in the training layout, so its by
 largest entry of a row or column that several devices share is found over all of them, so the values do not
 depend on the layout.
 
+Where generation has a list of layers (`rules.lists_layers`), the program that gathers a stack returns its
+layers, so no device ever has a stack and its layers. Coming back each layer is cut before they are stacked.
+
 A program holds its inputs until it ends, and gathers into a temporary. One program for all leaves would hold
 two copies of the model. So leaves move in buckets, one program each. A leaf larger than a bucket moves in
 slices along a dimension that neither layout splits. Large leaves go first, while the generation copy is still
@@ -38,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import replicated
-from jaxrl.quantized import StoredType, stored_types
+from jaxrl.quantized import StoredType, entries, stored_types
 
 # Default size of a bucket, as a share of the generation copy.
 _BUCKET_SHARE = 1 / 32
@@ -56,6 +59,8 @@ class Weight:
       stored, generate: type and sharding in generation.
       generate_shape: global shape in generation. There may be fewer layers, the first dimension: absent ones,
         which make stages of a pipeline equal, are cut off.
+      listed: whether generation has a list of the entries of the first dimension; shape and sharding are
+        those that they had in one array.
     """
 
     shape: tuple[int, ...]
@@ -64,12 +69,13 @@ class Weight:
     stored: StoredType
     generate: NamedSharding
     generate_shape: tuple[int, ...]
+    listed: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether the layouts differ in type or sharding, so that they cannot share the leaf."""
         same = self.train.is_equivalent_to(self.generate, len(self.shape))
-        return self.dtype != self.stored.dtype or not same or self.cuts
+        return self.dtype != self.stored.dtype or not same or self.cuts or self.listed
 
     @property
     def cuts(self) -> bool:
@@ -127,13 +133,21 @@ class Weight:
     def abstract(self, *, generate: bool = False) -> Any:
         """Shape, type and sharding in training, or in generation."""
         if generate:
-            return self.stored.abstract(self.generate_shape, self.generate)
+            where: Any = self.generate
+            if self.listed:
+                one = NamedSharding(self.generate.mesh, P(*self.generate.spec[1:]))
+                where = [one] * self.generate_shape[0]
+            return self.stored.abstract(self.generate_shape, where)
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.train)
 
     @property
     def generate_shardings(self) -> Any:
         """Shardings of the array or arrays that it is in generation."""
-        return self.stored.shardings(self.generate_shape, self.generate)
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(generate=True))
+
+    def entries(self, stack: Any) -> Any:
+        """What it is in generation, from one array, in 8 bits perhaps."""
+        return entries(stack) if self.listed else stack
 
 
 def _axes_by_dim(sharding: NamedSharding, dims: int) -> list[tuple[str, ...]]:
@@ -162,24 +176,37 @@ class Bucket:
             return sum(w.generate_bytes for w in self.weights)
         return self.weights[0].program_bytes // self.num_slices
 
-    def gather(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Moves the leaves to the generation layout."""
+    def gather(self, leaves: list[jax.Array]) -> list[Any]:
+        """Moves the leaves to the generation layout; those of layers come as lists."""
         if self.num_slices == 1:
             return self.gather_program(leaves)
-        state = self._empty_program()
+        state, layers = self._empty_program(), []
         for _ in range(self.num_slices):
             state = self.gather_program(state, leaves[0])
-        return [state[0]]
+            if self.of_layers:
+                layers += state[0]
+                state = [], state[1]
+        return [layers] if self.of_layers else [state[0]]
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether the slices of a leaf are whole entries of its list, so that nothing is filled."""
+        return self.num_slices > 1 and self.weights[0].listed and self.weights[0].whole_dim == 0
 
     @functools.cached_property
     def gather_program(self) -> Any:
         """The compiled `gather`; for a leaf in slices, the program that moves one slice."""
         if self.num_slices > 1:
-            return jax.jit(
-                self._gather_slice, donate_argnums=0, out_shardings=self._state_shardings
-            )
+            # Of a slice of layers only they are returned.
+            (weight,) = self.weights
+            where, count = self._state_shardings
+            if self.of_layers:
+                where = weight.generate_shardings[:: self.num_slices]
+            return jax.jit(self._gather_slice, donate_argnums=0, out_shardings=(where, count))
         return jax.jit(
-            lambda leaves: [_cast(w, leaf) for w, leaf in zip(self.weights, leaves, strict=True)],
+            lambda leaves: [
+                w.entries(_cast(w, leaf)) for w, leaf in zip(self.weights, leaves, strict=True)
+            ],
             out_shardings=[w.generate_shardings for w in self.weights],
         )
 
@@ -187,7 +214,11 @@ class Bucket:
     def slice_program(self) -> Any:
         """The compiled program that moves the leaves back to the training layout."""
 
-        def one(weight: Weight, leaf: jax.Array) -> jax.Array:
+        def one(weight: Weight, leaf: Any) -> jax.Array:
+            if weight.listed:
+                # Cut first: a stack of whole layers would be a second copy of them.
+                to = NamedSharding(weight.train.mesh, P(*weight.exchanged.spec[1:]))
+                leaf = jnp.stack([jax.lax.with_sharding_constraint(layer, to) for layer in leaf])
             if weight.cuts:
                 absent = weight.shape[0] - leaf.shape[0]
                 leaf = jnp.pad(leaf, [(0, absent), *[(0, 0)] * (leaf.ndim - 1)])
@@ -201,17 +232,18 @@ class Bucket:
     @functools.cached_property
     def _empty_program(self) -> Any:
         (weight,) = self.weights
-        shapes = weight.abstract(generate=True)
+        shapes = [] if self.of_layers else weight.abstract(generate=True)
         zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # noqa: E731
         return jax.jit(lambda: (zeros(), jnp.int32(0)), out_shardings=self._state_shardings)
 
     @property
     def _state_shardings(self) -> tuple[Any, NamedSharding]:
         (weight,) = self.weights
-        return weight.generate_shardings, replicated(weight.generate.mesh)
+        where = [] if self.of_layers else weight.generate_shardings
+        return where, replicated(weight.generate.mesh)
 
     def _gather_slice(self, state: tuple[Any, jax.Array], leaf: jax.Array) -> tuple[Any, jax.Array]:
-        """Fills the next slice of (generation leaf, number of slices done)."""
+        """Fills the next slice of (generation leaf, number of slices done); returns it if it is of layers."""
         (weight,) = self.weights
         filled, count = state
         dim = weight.whole_dim
@@ -219,8 +251,13 @@ class Bucket:
         size = weight.shape[dim] // self.num_slices
         start = count * size
         piece = _cast(weight, jax.lax.dynamic_slice_in_dim(leaf, start, size, dim))
-        piece = jax.lax.with_sharding_constraint(piece, weight.generate_shardings)
-        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=dim)
+        where = weight.stored.shardings(weight.generate_shape, weight.generate)
+        piece = weight.entries(jax.lax.with_sharding_constraint(piece, where))
+        if self.of_layers:
+            return piece, count + 1
+        update = functools.partial(
+            jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=dim - weight.listed
+        )
         # The count lives on the device, so that all slices run the same program without a transfer.
         return jax.tree.map(update, filled, piece), count + 1
 
@@ -230,7 +267,8 @@ class Bucket:
             return ([w.abstract() for w in self.weights],)
         (weight,) = self.weights
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._state_shardings[1])
-        return (weight.abstract(generate=True), count), weight.abstract()
+        filled = [] if self.of_layers else weight.abstract(generate=True)
+        return (filled, count), weight.abstract()
 
     def slice_arguments(self) -> tuple[Any, ...]:
         """Shapes of the arguments of `slice_program`."""
@@ -278,7 +316,8 @@ class Resharding:
         Args:
           shapes: tree of ShapeDtypeStructs of the weights in training.
           generate_shapes: the same in generation; None for `shapes`.
-          train_shardings, generate_shardings: trees of shardings of the same structure.
+          train_shardings, generate_shardings: trees of shardings of the same structure; in generation with
+            lists of those of each layer (`rules.generation_shardings`), for such weights.
           dtype: type of the weights in generation, or a tree of `StoredType`s.
           donate: consume the weights that each move gets.
           bucket_bytes: limit of a program's memory per device besides its results: inputs and gathered
@@ -344,7 +383,7 @@ class Resharding:
         Only with `donate`: otherwise the training copy still exists.
         """
         assert self.donate, "the training copy still exists; drop the generation copy instead"
-        leaves = jax.tree.leaves(params)
+        leaves = self._structure.flatten_up_to(params)
         # In reverse, each bucket meets the memory that it left on the way to generation: the peak is the
         # same.
         for bucket in reversed(self.buckets):
@@ -360,7 +399,7 @@ class Resharding:
             # Delete the inputs here: XLA's donation reuses a buffer only for an output of the same size, and
             # shard sizes differ. Wait first: dispatching ahead would keep several buckets in memory at once.
             jax.block_until_ready(new)
-            for leaf in old:
+            for leaf in jax.tree.leaves(old):
                 leaf.delete()
 
 
@@ -374,12 +413,15 @@ def weights_of(
     """The leaves of trees of shapes and shardings; arguments as for `Resharding`."""
     after = shapes if generate_shapes is None else generate_shapes
     trees = (shapes, train_shardings, stored_types(dtype, shapes), generate_shardings, after)
-    return [
-        Weight(
-            tuple(leaf.shape), jnp.dtype(leaf.dtype), train, stored, generate, tuple(there.shape)
-        )
-        for leaf, train, stored, generate, there in zip(*map(jax.tree.leaves, trees), strict=True)
-    ]
+    leaves = map(jax.tree.structure(shapes).flatten_up_to, trees)
+
+    weights = []
+    for leaf, train, stored, generate, there in zip(*leaves, strict=True):
+        if listed := isinstance(generate, list):
+            generate = NamedSharding(generate[0].mesh, P(None, *generate[0].spec))
+        types = tuple(leaf.shape), jnp.dtype(leaf.dtype), train, stored
+        weights.append(Weight(*types, generate, tuple(there.shape), listed))
+    return weights
 
 
 def packed_in_buckets(

@@ -8,6 +8,8 @@ There is one set of rules per phase. Resharding (`resharding.py`) follows from t
 
 Experts are spread over the tensor axes too, whole, as far as their number divides (Megatron's expert tensor
 parallel size 1). The axes that are left split the width of each expert.
+
+In generation on GPUs a stack of layers is not one array but a list, with an array for each layer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.layout import TENSOR_GEN
+from jaxrl.quantized import StoredType
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -31,6 +35,8 @@ _GENERATE_TENSOR = (*TENSOR_GEN, "fsdp_gen")
 TRAIN_RULES: Rules = {
     # weights
     "layers": ("stage_gen", "stage_micro"),
+    # Layers outside of the pipeline.
+    "unstaged_layers": (),
     "embed": ("fsdp", "fsdp_gen"),
     "heads": _TENSOR,
     "kv_heads": _TENSOR,
@@ -48,6 +54,7 @@ TRAIN_RULES: Rules = {
 
 GENERATE_RULES: Rules = {
     "layers": ("stage_gen",),
+    "unstaged_layers": (),
     "embed": (),
     "heads": _GENERATE_TENSOR,
     "kv_heads": _GENERATE_TENSOR,
@@ -101,7 +108,8 @@ def partition_spec(
             split = " x ".join(f"{a}={sizes[a]}" for a in mesh_axes)
             raise UserError(
                 f"{name}: {axis} of size {size} does not divide over {split} "
-                f"({_product(mesh_axes, sizes)} shards); choose a layout whose product divides {size}"
+                f"({_product(mesh_axes, sizes)} shards); choose a layout (mesh.train, mesh.generate) whose "
+                f"product divides {size}"
             )
         for mesh_axis in mesh_axes:
             if mesh_axis in claimed:
@@ -147,12 +155,32 @@ def shardings(axes: Any, shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh) -
     )
 
 
+def lists_layers(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether weights in generation are lists of layers, and not stacks."""
+    # On GPUs a scan copies each layer out of the stack for every token: 1.8 of 4.3 ms of 1.5B at 16 rows
+    # (H200, benchmarks/results/2026-11-26-h200.md). On TPUs the slices are a part of the products, and
+    # nothing is copied. The stages of a pipeline split a stack.
+    return platform_of(mesh) == "gpu" and shards_of("layers", GENERATE_RULES, mesh) == 1
+
+
+def generation_shardings(axes: Any, shapes: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """`shardings` by GENERATE_RULES; for a stack of layers a list of them, if the mesh `lists_layers`."""
+    where = shardings(axes, shapes, GENERATE_RULES, mesh)
+    if not lists_layers(mesh):
+        return where
+
+    def one(names: tuple[str | None, ...], leaf: Any, sharding: NamedSharding) -> Any:
+        if names[:1] not in (("layers",), ("unstaged_layers",)):
+            return sharding
+        return [NamedSharding(mesh, P(*sharding.spec[1:]))] * leaf.shape[0]
+
+    return jax.tree.map(one, axes, shapes, where, is_leaf=lambda x: isinstance(x, tuple))
+
+
 def with_shardings(shapes: Any, where: Any) -> Any:
-    """A tree of shapes with the shardings of an equal tree."""
+    """A tree of shapes with the shardings of an equal tree, which may have lists of layers."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        where,
+        lambda leaf, sharding: StoredType(leaf.dtype).abstract(leaf.shape, sharding), shapes, where
     )
 
 
@@ -224,6 +252,6 @@ def per_device(
         axis_names=frozenset(where.axis_names) - frozenset(where.manual_axes),
         in_specs=in_specs,
         out_specs=out_specs,
-        # The splash kernel does not work with the check (docs/attention.md).
+        # The splash kernel does not work with the check (docs/decoding.md).
         check_vma=False,
     )

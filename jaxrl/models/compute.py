@@ -15,12 +15,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.experts import ExpertLayer, apply_experts
 from jaxrl.quantized import Quantized
 
+
+def _results_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether these are the results of cuDNN's attention and the sums of its softmax, which have no names."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     # Keep only the input of a layer: least memory, one more forward pass.
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Keep the inputs of the large matmuls, recompute norms, rotations and activations.
-    "projections": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_out", "qkv"),
-    # Keep the same and the input of the layer, in host memory. The copies run in parallel with the matmuls.
+    # Keep the results of the large matmuls and of attention, recompute norms, rotations and activations.
+    "projections": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.save_only_these_names(
+            "attended", "attention_out", "gate_up", "mlp_out", "qkv"
+        ),
+        _results_of_cudnn,
+    ),
+    # Keep a part of that and the input of the layer, in host memory. The copies run in parallel with the
+    # matmuls, which repeat attention, gate and up: those are most of it.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["layer_in", "attention_out", "mlp_out", "qkv"],
@@ -57,7 +69,8 @@ def scan_layers(
     Args:
       layer: function of one layer.
       x_BTD: input of the first layer.
-      weights: stacked weights and kinds of all layers; every leaf has a leading dimension L.
+      weights: stacked weights and kinds of all layers; every leaf has a leading dimension L. Or a list of
+        those of each layer: then no scan runs, which would copy every layer out of a stack.
       per_layer: pytree of [L, B, ...], or None.
       per_row: pytree of [B, ...], the same for all layers.
       unroll: layers per iteration of the scan; L or more removes the scan.
@@ -70,6 +83,12 @@ def scan_layers(
         layer_weights, layer_in = weights_and_in
         return layer(x_BTD, layer_weights, layer_in, per_row)
 
+    if isinstance(weights, list):
+        outs = []
+        for i, own in enumerate(weights):
+            x_BTD, out = layer(x_BTD, own, entry(per_layer, i), per_row)
+            outs.append(out)
+        return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
     num_layers = len(jax.tree.leaves(weights)[0])
     if unroll < num_layers:
         return jax.lax.scan(step, x_BTD, (weights, per_layer), unroll=unroll)
@@ -81,6 +100,24 @@ def scan_layers(
         x_BTD, out = step(x_BTD, jax.tree.map(of_layer, (weights, per_layer)))
         outs.append(out)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def entry(stacks: Any, i: int) -> Any:
+    """Entry `i` of the first dimension of every array of a tree."""
+    return jax.tree.map(lambda stack: stack[i], stacks)
+
+
+def are_listed(weights: Any) -> bool:
+    """Whether a tree of weights of several layers has lists of those of each in place of stacks."""
+    return isinstance(jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, list))[0], list)
+
+
+def layer_of(weights: Any, i: int) -> Any:
+    """The weights of layer `i`, out of lists or of stacks."""
+    if are_listed(weights):
+        return jax.tree.map(lambda x: x[i], weights, is_leaf=lambda x: isinstance(x, list))
+    # Not `leaf[i]`, see `scan_layers`.
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), weights)
 
 
 def scan_layers_as_bits(
@@ -96,6 +133,9 @@ def scan_layers_as_bits(
 
     The result has no gradient.
     """
+
+    if isinstance(weights, list):
+        return scan_layers(layer, x_BTD, weights, per_layer, per_row)
 
     def as_bits(x_BTD, weights, layer_in, per_row):
         x_BTD, out = layer(x_BTD, from_bits(weights), from_bits(layer_in), per_row)
@@ -245,7 +285,7 @@ class Compute:
             copies = self.constrain(copies, ("rows", "length", None, "vocab"))
             return copies.reshape(-1, *weight.shape)
 
-        # Gathered in the type of activations: the other copy is not computed.
+        # XLA drops the unused float32 copy, so only the one in the type of activations is gathered.
         values_DV = self.constrain(weight_DV.astype(self.dtype), (None, "vocab"))
         # No `stop_gradient`: a derivative of the gradient (trust regions) passes the values forwards.
         return hidden, HeadCopies(copied(values_DV), copied(weight_DV))

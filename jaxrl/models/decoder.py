@@ -22,7 +22,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
-from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies, scan_layers
+from jaxrl.models.compute import (
+    REMAT_POLICIES,
+    Compute,
+    HeadCopies,
+    are_listed,
+    entry,
+    layer_of,
+    scan_layers,
+)
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
 from jaxrl.models.gates import GATES
 from jaxrl.models.latent_attention import Indexers, LatentAttention
@@ -39,7 +47,7 @@ from jaxrl.models.modules import (
     rotary_angles,
     rotate,
 )
-from jaxrl.quantized import StoredType
+from jaxrl.quantized import Quantized, StoredType, entries
 
 Params = Any  # nested dict of arrays, one entry per weight
 # (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's slice
@@ -127,8 +135,9 @@ class Attention(nnx.Module):
             keys_and_values = self._keys_and_values(x_BTD, rotation, compute)
         if x_BTD.shape[1] == 1:
             # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
-            # and keeps a transposed copy of the query weights of all layers.
-            q_BTQH = jax.lax.optimization_barrier(q_BTQH)
+            # and keeps a transposed copy of the query weights of all layers. GPUs would read q, k, v thrice.
+            barrier, none = jax.lax.optimization_barrier, lambda x: x
+            q_BTQH = jax.lax.platform_dependent(q_BTQH, tpu=barrier, default=none)
         scale: Any = self.query_scale
         if rotation.query_scale is not None:
             scale = scale * rotation.query_scale
@@ -272,15 +281,146 @@ class LayerInputs(nnx.Module):
         return compute.constrain(inputs_LBTp, (None, "rows", "length", "activation"))
 
 
+class _RowInputs(NamedTuple):
+    """What the layers get by row; in a pipeline that of one microbatch.
+
+    Attributes:
+      rotations: as of `Decoder._rotations`.
+      live_BT: False for padding.
+      per_row: argument of the attention function.
+      adapter_B: `Compute.adapter_B`.
+    """
+
+    rotations: tuple[Rotation, Rotation | None]
+    live_BT: jax.Array
+    per_row: Any
+    adapter_B: jax.Array | None
+
+    def rotation(self, kind: AttentionKind, rotates: Any) -> Rotation:
+        """The rotation of one layer."""
+        rotation, local = self.rotations
+        if local is not None and kind.window:
+            # Layers of both kinds share a scan: the one of this layer is chosen by value.
+            chosen = lambda a, b: a if kind.slides is None else jnp.where(kind.slides, a, b)  # noqa: E731
+            rotation = jax.tree.map(chosen, local, rotation)
+        if rotates is not None and rotates is not True:
+            rotation = rotation._replace(
+                cos=jnp.where(rotates, rotation.cos, 1.0), sin=jnp.where(rotates, rotation.sin, 0.0)
+            )
+        return rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerPass:
+    """Runs layers and periods of a forward pass, whichever stack they are of.
+
+    Attributes:
+      config, attend, recur, compute: model, and arguments of `Decoder.__call__`.
+      replays: whether what a layer gets comes with its routes.
+    """
+
+    config: ModelConfig
+    attend: Attend
+    recur: Recur
+    compute: Compute
+    replays: bool
+
+    def layer(self, graph, flags, x_BTD, weights, layer_in, rows, input_BTp=None, shared=()):
+        """Runs one layer, with its graph and its flags; the others are as for `LayerFunction`.
+
+        Args:
+          input_BTp: the layer's input with `ModelConfig.layer_inputs`.
+          shared: keys and values of an earlier layer, to attend to; () for its own.
+        """
+        config, module = self.config, nnx.merge(graph, weights)
+        layer_in, routes_BTA = layer_in if self.replays else (layer_in, None)
+        kind = AttentionKind(
+            0 if flags.slides is False else config.sliding_window,
+            config.attention_softcap,
+            flags.slides if isinstance(flags.slides, jax.Array) else None,
+            module.attention.sinks[...].astype(jnp.float32) if config.attention_sinks else None,
+        )
+
+        def attend(q, *own):
+            k, v, *latents = shared or own
+            out, layer_out = self.attend(q, k, v, kind, layer_in, rows.per_row, *latents)
+            return out, ((layer_out, k, v) if config.sharing_layers else layer_out)
+
+        mixer: Any = attend
+        if module.is_delta:
+            mixer = lambda inputs: self.recur(inputs, layer_in, rows.per_row)  # noqa: E731
+        rotation = rows.rotation(kind, flags.rotates)
+        x_BTD = checkpoint_name(x_BTD, "layer_in")
+        # Of this microbatch, in a pipeline.
+        compute = dataclasses.replace(self.compute, adapter_B=rows.adapter_B, routes=routes_BTA)
+        x_BTD, *outputs = module(x_BTD, rotation, mixer, rows.live_BT, compute, input_BTp)
+        return x_BTD, tuple(outputs)
+
+    def scanned_layer(self, graph, x_BTD, weights_and_flags, layer_in, rows):
+        """`layer` for a scan over layers, which slices their flags too."""
+        weights, flags = weights_and_flags
+        return self.layer(graph, flags, x_BTD, weights, layer_in, rows)
+
+    def period(self, graph, x_BTD, weights_and_inputs, period_in, rows, shared=None):
+        """Runs the layers of one period; with `shared` keys and values of each."""
+        weights, inputs = weights_and_inputs
+        period, outs, routings = nnx.merge(graph, weights), [], []
+        for place, flags in enumerate(LayerFlags.of_layers(self.config)[: self.config.period]):
+            graph, weights = nnx.split(getattr(period, f"place{place}"))
+            layer = self.kept(functools.partial(self.layer, graph, flags))
+            layer_in = None if period_in is None else period_in[place]
+            input_BTp = None if inputs is None else inputs[place]
+            shares = shared[place] if shared else ()
+            x_BTD, (out, routing) = layer(x_BTD, weights, layer_in, rows, input_BTp, shares)
+            outs.append(out)
+            routings.append(routing)
+        return x_BTD, (outs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings))
+
+    def sharing_period(self, graph, carry, *rest):
+        """Carries the newest keys and values of each kind too, which the last layers share."""
+        x_BTD, (outs, routing) = self.period(graph, carry[0], *rest)
+        of_kinds = zip(self.config.layer_pattern, outs, strict=True)
+        shared = {kind: keys_and_values for kind, (_, *keys_and_values) in of_kinds}
+        return (x_BTD, shared), ([out for out, *_ in outs], routing)
+
+    def kept(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer, of whose activations `Compute.remat` says which are kept for the backward pass."""
+        policy = REMAT_POLICIES[self.compute.remat]
+        if policy is None:
+            return layer
+
+        def of_slice(x_BTD, weights, *rest):
+            # Else XLA on TPUs copies weights and moments of all layers into a layout that suits the
+            # loop: .5 GB for 7B over 8 v5p.
+            return layer(x_BTD, jax.lax.optimization_barrier(weights), *rest)
+
+        return jax.checkpoint(of_slice, policy=policy, prevent_cse=False)
+
+
+def _shared(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` for a list of layers: those with the same flags are one function, traced and lowered once."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def function(x_BTD, flags, weights, layer_in, rows, beside):
+        return step(x_BTD, (weights, beside if flags is None else flags), layer_in, rows)
+
+    def of_list(x_BTD, weights_and_flags, layer_in, rows):
+        weights, flags = weights_and_flags
+        static = isinstance(flags, LayerFlags)
+        given = (flags, None) if static else (None, flags)
+        return function(x_BTD, given[0], weights, layer_in, rows, given[1])
+
+    return of_list
+
+
 def _if_present(step: Callable[..., Any]) -> Callable[..., Any]:
     """`step` for a stack with absent layers: they pass on what they get, and have no gradient."""
 
-    def of_stack(x_BTD, weights_and_present, layer_in, row_in):
+    def of_stack(x_BTD, weights_and_present, layer_in, rows):
         weights, present = weights_and_present
-        rotations, live_BT, *rest = row_in
         # No live tokens: without weights all would choose the same experts, and load their devices alone.
-        row_in = (rotations, live_BT & present, *rest)
-        new_BTD, out = step(x_BTD, weights, layer_in, row_in)
+        rows = rows._replace(live_BT=rows.live_BT & present)
+        new_BTD, out = step(x_BTD, weights, layer_in, rows)
         return jnp.where(present, new_BTD, x_BTD), out
 
     return of_stack
@@ -303,7 +443,10 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """A language model: a stack of layers up to the last hidden state, and a head for logits or scores."""
+    """A language model: a stack of layers up to the last hidden state, and a head for logits or scores.
+
+    Each weight of a stack is one array, or for sampling a list of those of the layers.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
@@ -360,7 +503,34 @@ class Decoder(nnx.Module):
             int32 [B, T], the segments of packed rows.
           routes: int16 [L, B, T, A], `Compute.routes` of the layers with experts; None for none.
         """
+        config, period = self.config, self.config.period
         live_BT = jnp.ones(tokens_BT.shape, bool) if live_BT is None else live_BT
+        x_BTD = self._embedded(tokens_BT, compute)
+        inputs = None
+        if config.layer_inputs:
+            inputs = self.inputs(tokens_BT, x_BTD, compute)
+            inputs = inputs.reshape(-1, period, *inputs.shape[1:])
+        rows = _RowInputs(self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
+        layers = _LayerPass(config, attend, recur, compute, replays=routes is not None)
+        first_out = None
+        if config.first_dense_layers:
+            first_in, per_layer = per_layer or ([None] * config.first_dense_layers, None)
+            x_BTD, first_out = self._run_first(layers, x_BTD, first_in, rows)
+        if routes is not None:
+            assert per_layer is None, "a cache records routes, and does not replay them"
+            per_layer = [(None, routes[place::period]) for place in range(period)]
+            per_layer = per_layer if period > 1 else per_layer[0]
+        beside = LayerFlags.stacked(config)
+        if inputs is not None:
+            beside, inputs = jnp.split(inputs, [config.num_periods])
+        x_BTD, layer_out, routing, shared = self._run_stack(layers, x_BTD, beside, per_layer, rows)
+        if config.sharing_layers:
+            x_BTD = self._run_last(layers, x_BTD, inputs, per_layer, rows, shared)
+        if first_out is not None:
+            layer_out = [first_out, layer_out]
+        return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
+
+    def _embedded(self, tokens_BT: jax.Array, compute: Compute) -> jax.Array:
         with jax.named_scope("embed"):
             # Gather the width before the lookup. Otherwise the compiler would gather looked-up rows, one per
             # token, over fsdp.
@@ -369,195 +539,107 @@ class Decoder(nnx.Module):
             if self.config.scale_embeddings:
                 # Rounded to the type of the activations first, as in Transformers.
                 x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, compute.dtype)
-            x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
-        inputs = None
-        if self.config.layer_inputs:
-            inputs = self.inputs(tokens_BT, x_BTD, compute)
-            inputs = inputs.reshape(-1, self.config.period, *inputs.shape[1:])
-        layer_graph, weights = nnx.split(self.layers)
-        pattern, shares = self.config.layer_pattern, self.config.sharing_layers > 0
+            return compute.constrain(x_BTD, ("rows", "length", "activation"))
 
-        def layer(
-            x_BTD,
-            module,
-            flags,
-            layer_in,
-            row_in,
-            compute=compute,
-            replays=routes is not None,
-            input_BTp=None,
-            shared=(),
-        ):
-            rotations, live_BT, attend_in, adapter_B = row_in
-            layer_in, routes_BTA = layer_in if replays else (layer_in, None)
-            kind = self._kind(flags.slides)
-            if self.config.attention_sinks:
-                sinks_Q = module.attention.sinks[...].astype(jnp.float32)
-                kind = dataclasses.replace(kind, sinks=sinks_Q)
+    def _run_first(self, layers, x_BTD, first_in, rows):
+        """Runs the first dense layers, one by one; returns the second result of `attend` of each."""
+        graph, stack = nnx.split(self.first)
+        # All stages of a pipeline share these layers by rows, as they do the embedding.
+        by_rows = lambda axes: tuple("rows" if axis == "batch" else axis for axis in axes)  # noqa: E731
+        constrain = layers.compute.constrain
+        compute = dataclasses.replace(
+            layers.compute, constrain=lambda x, axes: constrain(x, by_rows(axes))
+        )
+        layers = dataclasses.replace(layers, compute=compute, replays=False)
+        layer = layers.kept(functools.partial(layers.layer, graph, LayerFlags(None, None)))
+        outs = []
+        for i, layer_in in enumerate(first_in):
+            x_BTD, (out, _) = layer(x_BTD, layer_of(stack, i), layer_in, rows)
+            outs.append(out)
+        return x_BTD, outs
 
-            def attend_to(q, *own):
-                k, v, *latents = shared or own
-                out, layer_out = attend(q, k, v, kind, layer_in, attend_in, *latents)
-                return out, ((layer_out, k, v) if shares else layer_out)
+    def _run_stack(self, layers, x_BTD, beside, per_layer, rows):
+        """Runs the scanned stack.
 
-            attend_here: Any = attend_to
-            if module.is_delta:
-                attend_here = lambda inputs: recur(inputs, layer_in, attend_in)  # noqa: E731
-            rotation, local = rotations
-            if local is not None and kind.window:
-                # Layers of both kinds share a scan: the one of this layer is chosen by value.
-                chosen = lambda a, b: a if kind.slides is None else jnp.where(kind.slides, a, b)  # noqa: E731
-                rotation = jax.tree.map(chosen, local, rotation)
-            if flags.rotates is not None and flags.rotates is not True:
-                rotation = rotation._replace(
-                    cos=jnp.where(flags.rotates, rotation.cos, 1.0),
-                    sin=jnp.where(flags.rotates, rotation.sin, 0.0),
-                )
-            x_BTD = checkpoint_name(x_BTD, "layer_in")
-            # Of this microbatch, in a pipeline.
-            here = dataclasses.replace(compute, adapter_B=adapter_B, routes=routes_BTA)
-            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, here, input_BTp)
-            return x_BTD, tuple(outputs)
+        Args:
+          beside: what is scanned beside the weights: flags, or the layers' inputs.
 
-        policy = REMAT_POLICIES[compute.remat]
-
-        def kept(function):
-            if policy is None:
-                return function
-
-            def of_slice(x_BTD, weights, *rest):
-                # Else XLA on TPUs copies weights and moments of all layers into a layout that suits the
-                # loop: .5 GB for 7B over 8 v5p.
-                return function(x_BTD, jax.lax.optimization_barrier(weights), *rest)
-
-            return jax.checkpoint(of_slice, policy=policy, prevent_cse=False)
-
-        def one_layer(x_BTD, weights_and_flags, layer_in, row_in):
-            weights, flags = weights_and_flags
-            return layer(x_BTD, nnx.merge(layer_graph, weights), flags, layer_in, row_in)
-
-        def one_period(
-            x_BTD, weights_and_inputs, period_in, row_in, graph=layer_graph, shared=None
-        ):
-            weights, inputs = weights_and_inputs
-            period, outs, routings = nnx.merge(graph, weights), [], []
-            places = LayerFlags.of_layers(self.config)[: self.config.period]
-            for place, flags in enumerate(places):
-                graph, weights = nnx.split(getattr(period, f"place{place}"))
-
-                def at_place(x_BTD, weights, layer_in, row_in, *further, graph=graph, flags=flags):
-                    module, (input_BTp, shared) = nnx.merge(graph, weights), further
-                    return layer(
-                        *(x_BTD, module, flags, layer_in, row_in),
-                        input_BTp=input_BTp,
-                        shared=shared,
-                    )
-
-                layer_in = None if period_in is None else period_in[place]
-                further = None if inputs is None else inputs[place], shared[place] if shared else ()
-                x_BTD, (out, routing) = kept(at_place)(x_BTD, weights, layer_in, row_in, *further)
-                outs.append(out)
-                routings.append(routing)
-            return x_BTD, (outs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings))
-
-        def one_sharing_period(carry, *rest):
-            """Carries the newest keys and values of each kind too, which the last layers share."""
-            x_BTD, (outs, routing) = one_period(carry[0], *rest)
-            shared = {kind: kv for kind, (_, *kv) in zip(pattern, outs, strict=True)}
-            return (x_BTD, shared), ([out for out, *_ in outs], routing)
-
-        step = one_period if self.config.period > 1 else kept(one_layer)
-        row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
-        first_out = []
-        if num_first := self.config.first_dense_layers:
-            first_in, per_layer = per_layer or ([None] * num_first, None)
-            graph, stack = nnx.split(self.first)
-            # All stages of a pipeline share these layers by rows, as they do the embedding.
-            outside = dataclasses.replace(
-                compute,
-                constrain=lambda x, axes: compute.constrain(
-                    x, tuple("rows" if axis == "batch" else axis for axis in axes)
-                ),
-            )
-
-            def first_layer(x_BTD, weights, layer_in, row_in):
-                flags = LayerFlags(None, None)
-                module = nnx.merge(graph, weights)
-                return layer(x_BTD, module, flags, layer_in, row_in, outside, replays=False)
-
-            for i, layer_in in enumerate(first_in):
-                # Not `leaf[i]`, see `scan_layers`.
-                own = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-                x_BTD, (out, _) = kept(first_layer)(
-                    x_BTD, jax.tree.map(own, stack), layer_in, row_in
-                )
-                first_out.append(out)
-        if routes is not None:
-            assert per_layer is None, "a cache records routes, and does not replay them"
-            period = self.config.period
-            per_layer = [(None, routes[place::period]) for place in range(period)]
-            per_layer = per_layer if period > 1 else per_layer[0]
-        num_periods = self.config.num_periods
-        beside = LayerFlags.stacked(self.config)
-        if inputs is not None:
-            beside, inputs = jnp.split(inputs, [num_periods])
-        stack: Any = (weights, beside)
-        num_absent = len(jax.tree.leaves(weights)[0]) - num_periods
+        Returns:
+          (x_BTD, layer_out, routing, shared): as in `DecoderOutput`; `shared` are the newest keys and values
+          by kind of layer, None without layers that share them.
+        """
+        config, compute = self.config, layers.compute
+        graph, weights = nnx.split(self.layers)
+        carry, stack = x_BTD, (weights, beside)
+        if config.sharing_layers:
+            none = {kind: self._no_keys_and_values(kind, x_BTD) for kind in config.layer_pattern}
+            step, carry = functools.partial(layers.sharing_period, graph), (x_BTD, none)
+        elif config.period > 1:
+            step = functools.partial(layers.period, graph)
+        else:
+            step = layers.kept(functools.partial(layers.scanned_layer, graph))
+        num_periods, num_absent = config.num_periods, 0
+        if are_listed(weights):
+            step, stack = _shared(step), self.layers_apart(beside)
+        else:
+            num_absent = len(jax.tree.leaves(weights)[0]) - num_periods
         if num_absent:
+            # Only without sharing layers, which no pipeline has (`ModelConfig.check_stages`).
             step = _if_present(step)
             pad = lambda a: jnp.pad(a, [(0, num_absent), *[(0, 0)] * (a.ndim - 1)])  # noqa: E731
             beside, per_layer, present = jax.tree.map(
                 pad, (beside, per_layer, jnp.ones(num_periods, bool))
             )
             stack = (weights, beside), present
-        carry: Any = x_BTD
-        if shares:
-            step = one_sharing_period
-            carry = x_BTD, {kind: self._no_keys_and_values(kind, x_BTD) for kind in pattern}
-        x_BTD, (layer_out, routing) = compute.layers(
-            step, carry, stack, per_layer, row_in, unroll=compute.unroll
+        carry, (layer_out, routing) = compute.layers(
+            step, carry, stack, per_layer, rows, unroll=compute.unroll
         )
         if num_absent:
             layer_out, routing = jax.tree.map(lambda a: a[:num_periods], (layer_out, routing))
-        if shares:
-            x_BTD, shared = x_BTD
-            last_in: Any = [None] * len(pattern)
-            if per_layer is not None:
-                # A list of periods, if a cache has them apart, or stacks of periods.
-                last_in = per_layer[-1]
-                if not isinstance(last_in, list):
-                    last_in = jax.tree.map(lambda leaf: leaf[-1], per_layer)
-            newest = dict(zip(pattern, last_in, strict=True))
-            graph, weights = nnx.split(self.last)
-            given: Any = {"graph": graph, "shared": [shared[kind] for kind in pattern]}
-            period_in = [newest[kind] for kind in pattern]
-
-            def last_period(x_BTD, weights_and_inputs, _, row_in):
-                x_BTD, _ = one_period(x_BTD, weights_and_inputs, period_in, row_in, **given)
-                return x_BTD, (None, None)
-
-            x_BTD, _ = scan_layers(
-                last_period, x_BTD, (weights, inputs), None, row_in, unroll=compute.unroll
-            )
         if isinstance(routing, list):  # of a loop over layers
             routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routing)
-        if self.config.period > 1:
+        if config.period > 1:
             routing = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), routing)
-        if num_first:
-            layer_out = [first_out, layer_out]
-        return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
+        x_BTD, shared = carry if config.sharing_layers else (carry, None)
+        return x_BTD, layer_out, routing, shared
+
+    def layers_apart(self, beside: Any) -> list[tuple[Any, Any]]:
+        """The weights of each layer, or period, of the stack, with its flags or its part of `beside`."""
+        _, weights = nnx.split(self.layers)
+        # Flags as Python values: a layer with a window is another program than one without.
+        return [
+            (layer_of(weights, i), entry(beside, i) if flags is None else flags)
+            for i, flags in enumerate(LayerFlags.of_periods(self.config))
+        ]
+
+    def _run_last(self, layers, x_BTD, inputs, per_layer, rows, shared):
+        """Runs the layers that attend to `shared` keys and values, or to their part of a cache."""
+        pattern = self.config.layer_pattern
+        last_in: Any = [None] * len(pattern)
+        if per_layer is not None:
+            # A list of periods, if a cache has them apart, or stacks of periods.
+            last_in = per_layer[-1]
+            if not isinstance(last_in, list):
+                last_in = jax.tree.map(lambda leaf: leaf[-1], per_layer)
+        # Of several layers of a kind the newest is shared.
+        newest = dict(zip(pattern, last_in, strict=True))
+        period_in, given = ([of[kind] for kind in pattern] for of in (newest, shared))
+        graph, weights = nnx.split(self.last)
+
+        def last_period(x_BTD, weights_and_inputs, _, rows):
+            x_BTD, _ = layers.period(graph, x_BTD, weights_and_inputs, period_in, rows, given)
+            return x_BTD, (None, None)
+
+        unroll, stack = layers.compute.unroll, (weights, inputs)
+        if are_listed(weights):
+            stack = [(layer_of(weights, i), inputs[i]) for i in range(len(inputs))]
+        x_BTD, _ = scan_layers(last_period, x_BTD, stack, None, rows, unroll=unroll)
+        return x_BTD
 
     def _no_keys_and_values(self, kind: str, x_BTD: jax.Array) -> list[jax.Array]:
         heads = self.config.of_kind(kind)
         shape = (*x_BTD.shape[:2], heads.num_kv_heads, heads.head_dim)
         return [jnp.zeros(shape, x_BTD.dtype)] * 2
-
-    def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
-        """The attention kind of a layer. `slides` is None if all layers are alike."""
-        window, softcap = self.config.sliding_window, self.config.attention_softcap
-        if isinstance(slides, jax.Array):
-            return AttentionKind(window, softcap, slides)
-        return AttentionKind(0 if slides is False else window, softcap)
 
     def _rotations(self, positions_BT: jax.Array) -> tuple[Rotation, Rotation | None]:
         """Rotations of full layers, and of sliding layers; None for the latter if they are the same."""
@@ -622,8 +704,9 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     axes_of = lambda param: param.replace(param.get_metadata()["axes"])  # noqa: E731
     is_param = lambda leaf: isinstance(leaf, nnx.Param)  # noqa: E731
     axes = nnx.to_pure_dict(jax.tree.map(axes_of, state, is_leaf=is_param))
-    # The first dense layers and sharing layers lie outside of the pipeline: no axis splits their number.
-    for stack, axis in {"layers": "layers", "first": None, "last": None}.items():
+    # The first dense layers and sharing layers lie outside of the pipeline.
+    for stack in STACKS:
+        axis = "layers" if stack == "layers" else "unstaged_layers"
         if stack in axes:
             axes[stack] = jax.tree.map(
                 lambda names, axis=axis: (axis, *names),
@@ -643,6 +726,13 @@ def evened(shapes: Params, stages: int) -> Params:
         shapes["layers"],
     )
     return {**shapes, "layers": layers}
+
+
+def split_layers(params: Params) -> Params:
+    """The weights with lists of those of each layer in place of stacks."""
+    stacks = {name: params[name] for name in STACKS if name in params}
+    is_weight = lambda x: isinstance(x, Quantized)  # noqa: E731
+    return params | jax.tree.map(entries, stacks, is_leaf=is_weight)
 
 
 def fitted(params: Params, shapes: Params) -> Params:

@@ -100,35 +100,72 @@ class MixtureOfExperts(nnx.Module):
             to_router_BTD = self.router_norm(residual_BTD) * config.d_model**-0.5
             to_experts_BTD = self.experts_norm(residual_BTD)
         with jax.named_scope("router"):
-            logits_BTE = jnp.einsum(
-                "btd,de->bte",
-                to_router_BTD,
-                self.router[...].astype(compute.dtype),
-                preferred_element_type=jnp.float32,
+            expert_BTA, share_BTA, probability_BTE, same = self._route(
+                to_router_BTD, live_BT, compute
             )
-            if config.expert_biases:
-                logits_BTE = logits_BTE + self.router_bias[...].astype(jnp.float32)[None, None]
-            if config.sigmoid_routing:
-                score_BTE = jax.nn.sigmoid(logits_BTE)
-                expert_BTA = self._chosen(score_BTE)
-                # Of the balancing loss, which needs probabilities.
-                probability_BTE = score_BTE / (score_BTE.sum(-1, keepdims=True) + _TINY)
-            else:
-                score_BTE = probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-                expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)[1]
-            same = None
-            if compute.routes is not None:
-                expert_BTA, same = _replayed(expert_BTA, compute.routes, live_BT)
-            # The score without the bias, which only chooses.
-            share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
-            if config.normalize_experts:
-                share_BTA = share_BTA / (share_BTA.sum(-1, keepdims=True) + _TINY)
-            if config.routed_scale != 1:
-                share_BTA = share_BTA * config.routed_scale
-            if config.expert_norms:
-                share_BTA = share_BTA * self.expert_scale[...].astype(jnp.float32)[expert_BTA]
-            # Padding gets an expert number that no expert has.
-            expert_BTA = jnp.where(live_BT[..., None], expert_BTA, config.num_experts)
+        weights, axes = self._expert_weights(compute)
+        out_BTD = compute.experts(
+            to_experts_BTD, expert_BTA, share_BTA, weights, axes, config.activation
+        )
+        if config.expert_norms:
+            out_BTD = self.experts_post_norm(out_BTD)
+        if config.shared_d_ff:
+            with jax.named_scope("shared"):
+                shared_BTD, _ = self.shared(x_BTD, live_BT, compute)
+                if config.expert_norms:
+                    shared_BTD = self.shared_post_norm(shared_BTD)
+                if config.shared_gate:
+                    gate_BT = compute.product(x_BTD, self.shared_gate[...])
+                    shared_BTD = shared_BTD * jax.nn.sigmoid(gate_BT)[..., None]
+                out_BTD = out_BTD + shared_BTD
+        # One more, which is cut off, for the experts of padding.
+        chosen = jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)
+        routing = Routing(
+            chosen_E=chosen[: config.num_experts].astype(jnp.float32),
+            probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
+            num_tokens=live_BT.sum(dtype=jnp.float32),
+            expert=expert_BTA.astype(jnp.int16) if compute.keeps_routes else None,
+            same=same,
+        )
+        return out_BTD, routing
+
+    def _route(
+        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """Experts and their weights of each token, [B, T, A], probabilities [B, T, E], `Routing.same`."""
+        config, same = self.config, None
+        logits_BTE = jnp.einsum(
+            "btd,de->bte",
+            x_BTD,
+            self.router[...].astype(compute.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if config.expert_biases:
+            logits_BTE = logits_BTE + self.router_bias[...].astype(jnp.float32)[None, None]
+        if config.sigmoid_routing:
+            score_BTE = jax.nn.sigmoid(logits_BTE)
+            expert_BTA = self._chosen(score_BTE)
+            # Of the balancing loss, which needs probabilities.
+            probability_BTE = score_BTE / (score_BTE.sum(-1, keepdims=True) + _TINY)
+        else:
+            score_BTE = probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+            expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)[1]
+        if compute.routes is not None:
+            expert_BTA, same = _replayed(expert_BTA, compute.routes, live_BT)
+        # The score without the bias, which only chooses.
+        share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
+        if config.normalize_experts:
+            share_BTA = share_BTA / (share_BTA.sum(-1, keepdims=True) + _TINY)
+        if config.routed_scale != 1:
+            share_BTA = share_BTA * config.routed_scale
+        if config.expert_norms:
+            share_BTA = share_BTA * self.expert_scale[...].astype(jnp.float32)[expert_BTA]
+        # Padding gets an expert number that no expert has.
+        expert_BTA = jnp.where(live_BT[..., None], expert_BTA, config.num_experts)
+        return expert_BTA, share_BTA, probability_BTE, same
+
+    def _expert_weights(self, compute: Compute) -> tuple[Any, Any]:
+        """The weights of the experts' projections by name, in `Compute.dtype`, and their logical axes."""
         weights, axes = {}, {}
         for name in ("gate", "up", "down"):
             projection: Projection = getattr(self, name)
@@ -145,31 +182,7 @@ class MixtureOfExperts(nnx.Module):
             if projection.has_adapter:
                 # In the factor, so that the functions of experts need no scale.
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
-        out_BTD = compute.experts(
-            to_experts_BTD, expert_BTA, share_BTA, weights, axes, config.activation
-        )
-        if config.expert_norms:
-            out_BTD = self.experts_post_norm(out_BTD)
-        if config.shared_d_ff:
-            with jax.named_scope("shared"):
-                shared_BTD, _ = self.shared(x_BTD, live_BT, compute)
-                if config.expert_norms:
-                    shared_BTD = self.shared_post_norm(shared_BTD)
-                if config.shared_gate:
-                    gate_BT = compute.product(x_BTD, self.shared_gate[...])
-                    shared_BTD = shared_BTD * jax.nn.sigmoid(gate_BT)[..., None]
-                out_BTD = out_BTD + shared_BTD
-        routing = Routing(
-            # One more, which is cut off, for the experts of padding.
-            chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
-                : config.num_experts
-            ].astype(jnp.float32),
-            probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
-            num_tokens=live_BT.sum(dtype=jnp.float32),
-            expert=expert_BTA.astype(jnp.int16) if compute.keeps_routes else None,
-            same=same,
-        )
-        return out_BTD, routing
+        return weights, axes
 
     def _chosen(self, score_BTE: jax.Array) -> jax.Array:
         """The experts of each token, int32 [B, T, A], by score and bias: groups first, then of these."""

@@ -299,6 +299,18 @@ class ModelConfig:
     """Low-rank adapters."""
 
     def __post_init__(self):
+        self._check_heads()
+        self._check_rotation()
+        self._check_latent_attention()
+        self._check_experts()
+        self._check_layer_pattern()
+        if self.num_tokens > self.vocab_size:
+            raise ValueError(
+                f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
+                "raise vocab_size to at least the tokenizer's size"
+            )
+
+    def _check_heads(self) -> None:
         for heads in ("num_kv_heads", "full_kv_heads"):
             if self.num_heads % (getattr(self, heads) or 1):
                 raise ValueError(
@@ -310,6 +322,10 @@ class ModelConfig:
                 raise ValueError(
                     f"{size} {getattr(self, size)} is odd; rotary positions pair its halves"
                 )
+        if self.qk_norm_over_heads and not self.qk_norm:
+            raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
+
+    def _check_rotation(self) -> None:
         if self.rotary_dims % 2 or not self.rotary_dims:
             raise ValueError(
                 f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} is "
@@ -325,8 +341,8 @@ class ModelConfig:
                 )
         if rope is not None and rope.kind == "yarn" and self.rope_theta == 1:
             raise ValueError("rope_theta 1 makes all wavelengths equal; copy the published value")
-        if self.qk_norm_over_heads and not self.qk_norm:
-            raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
+
+    def _check_latent_attention(self) -> None:
         latent = self.kv_latent, self.rope_dim, self.value_dim
         if not all(latent) == any(latent) or (self.q_latent and not any(latent)):
             raise ValueError(
@@ -342,7 +358,7 @@ class ModelConfig:
             or self.rotary_fraction != 1
             or (self.qkv_bias or self.output_bias or self.qk_norm)
             or (self.gated_attention or self.attention_sinks)
-            or (rope is not None and rope.query_beta)
+            or (self.rope_scaling is not None and self.rope_scaling.query_beta)
         ):
             raise ValueError(
                 f"kv_latent {self.kv_latent} with num_heads {self.num_heads}, num_kv_heads "
@@ -357,23 +373,12 @@ class ModelConfig:
                 f"indexer_pattern of {indexer[3]} with q_latent {self.q_latent}: indexers have all of them, "
                 "other models none of the first four"
             )
-        if self.num_tokens > self.vocab_size:
-            raise ValueError(
-                f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
-                "raise vocab_size to at least the tokenizer's size"
-            )
-        fewest = 1 if self.num_experts else 0
-        if not fewest <= self.experts_per_token <= self.num_experts:
+
+    def _check_experts(self) -> None:
+        if not bool(self.num_experts) <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} of num_experts {self.num_experts}: a token "
                 "goes to at least one expert of a mixture and at most to all; a dense model has 0 of 0"
-            )
-        if not self.layer_pattern:
-            raise ValueError("layer_pattern is empty; name the attention of one layer or more")
-        if any(self.sliding_layers) != bool(self.sliding_window):
-            raise ValueError(
-                f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
-                "with sliding layers has a window of 1 or more tokens, another has 0"
             )
         if self.expert_biases and not self.num_experts:
             raise ValueError("expert_biases with num_experts 0; a dense model has none")
@@ -417,6 +422,15 @@ class ModelConfig:
                 f"first_dense_layers {first} with layer_pattern {self.layer_pattern} and num_experts "
                 f"{self.num_experts}: they are supported in mixtures with full attention"
             )
+
+    def _check_layer_pattern(self) -> None:
+        if not self.layer_pattern:
+            raise ValueError("layer_pattern is empty; name the attention of one layer or more")
+        if any(self.sliding_layers) != bool(self.sliding_window):
+            raise ValueError(
+                f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
+                "with sliding layers has a window of 1 or more tokens, another has 0"
+            )
         heads = self.delta_key_heads, self.delta_value_heads
         if not all(heads) == any(heads) == ("delta" in self.layer_pattern):
             raise ValueError(
@@ -441,7 +455,7 @@ class ModelConfig:
                 f"layer_pattern {self.layer_pattern}: they are supported in dense models with several kinds "
                 "of attention, and the layers that share are whole patterns and fewer than all"
             )
-        if (self.num_layers - first) % self.period:
+        if (self.num_layers - self.first_dense_layers) % self.period:
             raise ValueError(
                 f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
                 "with delta layers, or heads of two sizes, the pattern fits a whole number of times"
@@ -452,10 +466,15 @@ class ModelConfig:
             )
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        repeats = -(-self.num_layers // len(self.layer_pattern))
+        return (self.layer_pattern * repeats)[: self.num_layers]
+
+    @property
     def sliding_layers(self) -> tuple[bool, ...]:
         """For each layer, True if it has a sliding window."""
-        pattern = self.layer_pattern
-        return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
+        return tuple(kind == "sliding" for kind in self.layer_kinds)
 
     @property
     def indexed_layers(self) -> tuple[int, ...]:
@@ -494,9 +513,7 @@ class ModelConfig:
     def of_attention_layers(self) -> list[ModelConfig]:
         """The model with the heads of each layer with attention."""
         kinds = {kind: self.of_kind(kind) for kind in self.layer_pattern}
-        repeats = -(-self.num_layers // len(self.layer_pattern))
-        pattern = (self.layer_pattern * repeats)[: self.num_layers]
-        return [kinds[kind] for kind in pattern if kind != "delta"]
+        return [kinds[kind] for kind in self.layer_kinds if kind != "delta"]
 
     @property
     def mixture_layers(self) -> int:
@@ -522,8 +539,8 @@ class ModelConfig:
         whole = f"{self.num_periods} {kind}"
         if sampling and self.num_periods % stages:
             raise UserError(
-                f"the layout of generation has {stages} pipeline stages, which do not divide {whole}; choose "
-                f"p_g = {math.gcd(stages, self.num_periods)} (mesh.generate)"
+                f"p_g={stages} pipeline stages of mesh.generate do not divide {whole} (num_layers "
+                f"{self.num_layers}); choose p_g = {math.gcd(stages, self.num_periods)}"
             )
         used = -(-self.num_periods // self.periods_of_stage(stages))
         if used < stages:
@@ -549,8 +566,7 @@ class ModelConfig:
     @property
     def rotated_layers(self) -> tuple[bool, ...]:
         """For each layer, True if it has rotary positions."""
-        pattern = self.layer_pattern
-        return tuple(pattern[i % len(pattern)] != "unrotated" for i in range(self.num_layers))
+        return tuple(kind != "unrotated" for kind in self.layer_kinds)
 
     @property
     def rotary_dims(self) -> int:

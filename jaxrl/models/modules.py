@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.gates import GATES
@@ -169,7 +170,8 @@ class FeedForward(nnx.Module):
             hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
             return self.down(hidden_BTF, compute)
 
-        return down(self.gate(x_BTD, compute), self.up(x_BTD, compute)), None
+        gate_BTF, up_BTF = self.gate(x_BTD, compute), self.up(x_BTD, compute)
+        return down(checkpoint_name(gate_BTF, "gate_up"), checkpoint_name(up_BTF, "gate_up")), None
 
 
 class Rotation(NamedTuple):

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
 
@@ -99,7 +100,7 @@ class _Keys(NamedTuple):
       k, v: [N, B, K, S, H].
       own: ids of their tokens, [N, B, S].
       first: int32 [N], places of the first token of each block.
-      positions: as those of the queries.
+      positions: positions of their tokens, in the same form as the queries'.
     """
 
     k: jax.Array
@@ -187,6 +188,7 @@ def _forward(
             (coming, sums),
         )
         found = mix(coming, sums, last=True)
+    found = checkpoint_name(found, "attended")
     return found[0], (queries, keys, reach, sinks_KG, *found)
 
 

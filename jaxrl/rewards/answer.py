@@ -20,9 +20,9 @@ import collections
 import re
 from fractions import Fraction
 
-from jaxrl.answers.tokens import BOX, SCIENTIFIC, UNITS, closing_brace, without_spacing
 from jaxrl.errors import UserError
 from jaxrl.rewards.grading import Grade
+from jaxrl.rewards.markup import BOX, SCIENTIFIC, UNITS, closing_brace, without_spacing
 
 # This also bounds the digits of a number.
 _WINDOW_CHARS = 300

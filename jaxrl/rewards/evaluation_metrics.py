@@ -6,6 +6,7 @@
     val-aux/<source>/acc/best@4/std
     val-aux/<source>/acc/mean@8/stderr      standard error over prompts, from two prompts on
     val-aux/<source>/without_answer         share of answers in which the grader found nothing to read
+    val-aux/<source>/agent/failed           number of samples whose agent failed
     val-aux/all/...                         the same of all sources together, if there are several
 
 verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains only the accuracy.
@@ -24,6 +25,9 @@ correctness.
 
 As in verl, the majority is the answer that was drawn most often; on a tie, the one that was drawn first. Its
 score is that of its first response in the draw. "No answer" counts as an answer.
+
+Samples of failed agents count nowhere else. A prompt then has fewer answers than n. One that has none left is
+left out, as one with fewer than k is from pass@k. A statistic without prompts is absent.
 
 A value is the mean over prompts. Its standard error is s / sqrt(N), with the prompts as the sample: it
 estimates how much the value would vary with other prompts. It is undefined for a single prompt.
@@ -166,7 +170,10 @@ def sizes(n: int) -> tuple[int, ...]:
 
 
 def statistics_of(
-    score_NG: np.ndarray, correct_NG: np.ndarray, answers: Sequence[Sequence[Hashable | None]]
+    score_NG: np.ndarray,
+    correct_NG: np.ndarray,
+    answers: Sequence[Sequence[Hashable | None]],
+    counts_NG: np.ndarray | None = None,
 ) -> dict[str, Estimate]:
     """Computes all statistics: name, such as "mean@8" or "maj@4", -> estimate.
 
@@ -174,24 +181,54 @@ def statistics_of(
       score_NG: score of each response.
       correct_NG: bool, whether each response is right, for pass@k.
       answers: answers as in `maj_at_k`.
+      counts_NG: bool, whether each response counts; None for all.
     """
     score_NG = np.asarray(score_NG, np.float64)
     n = score_NG.shape[1]
-    found = {
-        # All prompts have n answers, so the mean over responses is the mean over prompts, rounded once.
-        f"mean@{n}": dataclasses.replace(
-            estimate(score_NG.mean(axis=1)), value=float(score_NG.mean())
+    counts_NG = np.ones(score_NG.shape, bool) if counts_NG is None else counts_NG
+    number_N = counts_NG.sum(axis=1)
+    # By name the values and spreads of all prompts: one entry for those with equally many answers.
+    values: dict[str, list[tuple[np.ndarray, ...]]] = {}
+    for number in np.unique(number_N[number_N > 0]):
+        of_N = number_N == number
+        score, correct = (
+            np.asarray(x)[of_N][counts_NG[of_N]].reshape(-1, number) for x in (score_NG, correct_NG)
         )
+        said = [
+            [answer for answer, counts in zip(answers[i], counts_NG[i], strict=True) if counts]
+            for i in np.flatnonzero(of_N).tolist()
+        ]
+        for name, found in _of_prompts(score, correct, said, n).items():
+            values.setdefault(name, []).append(found)
+    found = {
+        name: estimate(*map(np.concatenate, zip(*parts, strict=True)))
+        for name, parts in values.items()
     }
+    if counts_NG.all():
+        # All prompts have n answers, so the mean over responses is the mean over prompts, rounded once.
+        mean = f"mean@{n}"
+        found[mean] = dataclasses.replace(found[mean], value=float(score_NG.mean()))
+    return found
+
+
+def _of_prompts(
+    score_NG: np.ndarray,
+    correct_NG: np.ndarray,
+    answers: Sequence[Sequence[Hashable | None]],
+    n: int,
+) -> dict[str, tuple[np.ndarray, ...]]:
+    """(value [N], spread [N] if it has draws) of each statistic; its name is that of n answers."""
+    found: dict[str, tuple[np.ndarray, ...]] = {f"mean@{n}": (score_NG.mean(axis=1),)}
     if n > 1:
         # Of the population, as in verl: NumPy's default divides by n.
-        found[f"std@{n}"] = estimate(score_NG.std(axis=1))
+        found[f"std@{n}"] = (score_NG.std(axis=1),)
     for k in sizes(n):
-        found[f"best@{k}"] = estimate(*best_at_k(score_NG, k))
-        found[f"worst@{k}"] = estimate(*worst_at_k(score_NG, k))
-        found[f"maj@{k}"] = estimate(*maj_at_k(score_NG, answers, k))
+        found[f"best@{k}"] = best_at_k(score_NG, k)
+        found[f"worst@{k}"] = worst_at_k(score_NG, k)
+        found[f"maj@{k}"] = maj_at_k(score_NG, answers, k)
     for k in sizes(n) or (n,):
-        found[f"pass@{k}"] = estimate(pass_at_k(correct_NG, k))
+        if k <= score_NG.shape[1]:
+            found[f"pass@{k}"] = (pass_at_k(correct_NG, k),)
     return found
 
 
@@ -212,20 +249,23 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
         metrics |= _metrics_of(source, scored.take(np.flatnonzero(sources == source)))
     if len(set(sources)) > 1 and ALL not in sources:
         metrics |= {
-            name: value for name, value in _metrics_of(ALL, scored).items() if "/acc/" in name
+            # `val-core` has the accuracy of each source, and nothing twice.
+            name.replace("val-core", "val-aux", 1): value
+            for name, value in _metrics_of(ALL, scored).items()
+            if "/acc/" in name
         }
-        # `val-core` has the accuracy of each source, and nothing twice.
-        core = f"val-core/{ALL}/acc/mean@{completions.num_samples}"
-        metrics[core.replace("core", "aux", 1)] = metrics.pop(core)
     return metrics
 
 
 def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
-    completions = scored.completions
+    completions, counts_B = scored.completions, scored.completions.counts_B
     G = completions.num_samples
     answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
     metrics: dict[str, float] = {}
-    for name, estimate in statistics_of(scored.correct_NG, scored.correct_NG, answers).items():
+    if completions.of_agents is not None:
+        metrics[f"val-aux/{source}/agent/failed"] = float((~counts_B).sum())
+    found = statistics_of(scored.correct_NG, scored.correct_NG, answers, scored.counts_NG)
+    for name, estimate in found.items():
         section = "val-core" if name.startswith("mean@") else "val-aux"
         if estimate.spread is None:
             metrics[f"{section}/{source}/acc/{name}"] = estimate.value
@@ -235,10 +275,14 @@ def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
         # Undefined for a single prompt.
         if math.isfinite(estimate.stderr):
             metrics[f"val-aux/{source}/acc/{name}/stderr"] = estimate.stderr
-    metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B.mean())
-    # The mean over tokens, not over responses.
-    entropy = float(np.concatenate(completions.entropy).mean())
-    metrics[f"val-aux/{source}/entropy/mean"] = entropy
-    unread = [prediction is None for prediction in scored.predictions]
-    metrics[f"val-aux/{source}/without_answer"] = float(np.mean(unread))
+    if counts_B.any():
+        lengths_B = completions.lengths_B[counts_B]
+        metrics[f"val-aux/{source}/response_length/mean"] = float(lengths_B.mean())
+        unread_B = np.array([prediction is None for prediction in scored.predictions])[counts_B]
+        metrics[f"val-aux/{source}/without_answer"] = float(unread_B.mean())
+        # The mean over sampled tokens, not over responses.
+        rows = zip(completions.entropy, completions.mask, counts_B, strict=True)
+        entropy = np.concatenate([of_one[mask > 0] for of_one, mask, counts in rows if counts])
+        if len(entropy):
+            metrics[f"val-aux/{source}/entropy/mean"] = float(entropy.mean())
     return metrics

@@ -26,6 +26,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl import extensions
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
@@ -59,7 +60,8 @@ class GraderKind:
     """A built-in grader.
 
     Attributes:
-      path: where in this package its class is, or its function of response and ground truth.
+      path: where in this package its class is, or its function of response and ground truth; a name of
+        `extensions.EXTENSIONS` if an extension has it.
       reads: the form in which a response must give its answer, for the hint to users.
       in_pool: whether processes of the pool work for it (`Grader.worker`).
       package: package that it needs; "" needs none.
@@ -71,6 +73,8 @@ class GraderKind:
     package: str = ""
 
     def load(self) -> Any:
+        if self.path in extensions.EXTENSIONS:
+            return extensions.lookup(self.path)
         return load_function(f"jaxrl.rewards.{self.path}", "grader")
 
 
@@ -79,17 +83,21 @@ _FINAL_ANSWER = r'a last line such as "Answer: 42" or "#### 42", or \boxed{42}'
 GRADERS: dict[str, GraderKind] = {
     "answer": GraderKind("answer:grade_answer", _FINAL_ANSWER),
     "gsm8k": GraderKind("answer:grade_gsm8k", _FINAL_ANSWER),
-    "math": GraderKind("math_grader:MathGrader", _FINAL_ANSWER, in_pool=True),
+    "math": GraderKind("reward.grader='math'", _FINAL_ANSWER, in_pool=True),
+    "math_verify": GraderKind(
+        "reward.grader='math_verify'",
+        r"\boxed{42}, $42$, or the last number",
+        in_pool=True,
+        package="math_verify",
+    ),
     "choice": GraderKind("simple_graders:ChoiceGrader", 'a last line such as "Answer: C"'),
     "exact": GraderKind("simple_graders:ExactGrader", _FINAL_ANSWER),
     "regex": GraderKind(
         "simple_graders:RegexGrader", "what reward.grader_options.pattern finds", in_pool=True
     ),
-    "code": GraderKind(
-        "sandboxed_graders:CodeGrader", "a fenced block of Python code", in_pool=True
-    ),
+    "code": GraderKind("reward.grader='code'", "a fenced block of Python code", in_pool=True),
     "reasoning_gym": GraderKind(
-        "sandboxed_graders:ReasoningGymGrader",
+        "reasoning_gym_grader:ReasoningGymGrader",
         f"<answer>42</answer>, or {_FINAL_ANSWER}",
         in_pool=True,
         package="reasoning_gym",
@@ -130,8 +138,8 @@ class Graders:
           default: grader of the sources that are not in `by_source`.
           by_source: graders of other sources, by the name of a data set.
           cpu_seconds: processor time of one response in such a process.
-          code_sandbox: sandbox of the grader `code`. It is tested now, and a warning lists its gaps. None is
-            enough to validate ground truths.
+          code_sandbox: sandbox of the graders `code` and `reasoning_gym`. It is tested now, and a warning
+            lists its gaps. None is enough to validate ground truths.
           needs_truths: whether every prompt needs a ground truth. If False, responses to prompts without one
             stay ungraded.
 
@@ -193,7 +201,17 @@ class Graders:
                 groups.setdefault(id(self._of_row(sample.row)[1]), []).append(n)
         for indices in groups.values():
             name, grader = self._of_row(samples[indices[0]].row)
-            found = grader.grade([samples[n] for n in indices])
+            asked = [
+                (n, dataclasses.replace(samples[n], row=row))
+                for n in indices
+                for row in ([samples[n].row] if grader.reads_all else samples[n].row.members)
+            ]
+            # Of a sample's verdicts the best one: any of its ground truths is right.
+            best: dict[int, Verdict] = {}
+            for (n, _), verdict in zip(asked, grader.grade([x for _, x in asked]), strict=True):
+                if n not in best or _rank(verdict) > _rank(best[n]):
+                    best[n] = verdict
+            found = list(best.values())
             self._look_for_answers(name, found)
             for n, verdict in zip(indices, found, strict=True):
                 verdicts[n] = verdict
@@ -247,7 +265,17 @@ class Graders:
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the ground truth of a row cannot be used; None if it can."""
-        return empty_fault(row) or self._of_row(row)[1].validate(row)
+        name, grader = self._of_row(row)
+        if not grader.reads_all and name in GRADERS and row.answer.startswith(('{"', '[{"')):
+            return (
+                f"ground truth {row.answer[:80]!r} is an object; name the field in it that holds the answer, "
+                "or use the grader 'code' for unit tests"
+            )
+        # Member by member: one that cannot be read would never be met.
+        for member in [row] if grader.reads_all else row.members:
+            if fault := empty_fault(member) or grader.validate(member):
+                return fault
+        return None
 
     def close(self) -> None:
         # The pool first: then the thread, which may wait for the pool, gets an answer.
@@ -278,6 +306,11 @@ class Graders:
                 looked_at,
                 GRADERS[name].reads,
             )
+
+
+def _rank(verdict: Verdict) -> tuple[bool, float, bool]:
+    # A failure is reported if no other ground truth is met.
+    return verdict.correct, verdict.score, verdict.failure is not None
 
 
 def _built(
@@ -318,5 +351,5 @@ def _built(
         check_value(f"grader_options.{option}", value, hints[option])
     if not is_class:
         return FunctionGrader(build)
-    needs = [pool, code_sandbox] if name == "code" else [pool] if kind.in_pool else []
-    return build(*needs, **options)
+    needs = {"pool": pool, "code_sandbox": code_sandbox}
+    return build(*(needs[p.name] for p in parameters if p.name in needs), **options)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
-from jaxrl.types import GraderFailure
+from jaxrl.types import TRUTHS, GraderFailure
 from jaxrl.user_code import load_function
 
 
@@ -26,7 +26,7 @@ class GradingTask:
     """The row of a prompt, as graders see it.
 
     Attributes:
-      answer: ground truth, in the notation of the grader.
+      answer: ground truth, in the notation of the grader; of several the first.
       extra: other fields of the row, plain JSON.
       source: name of the data set.
     """
@@ -34,6 +34,12 @@ class GradingTask:
     answer: str
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
+
+    @property
+    def members(self) -> list[GradingTask]:
+        """The task once for each of its ground truths."""
+        truths = self.extra.get(TRUTHS) or [self.answer]
+        return [dataclasses.replace(self, answer=truth) for truth in truths]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +79,8 @@ RIGHT, WRONG = 1.0, -1.0
 """DAPO eq. 7."""
 UNGRADED = 0.0
 """Score of a response to a prompt that needs no ground truth and has none."""
+# Some scorers of reasoning-gym deduct 0.01 for form, which is wrong; rounding errors are smaller.
+_WHOLE_MARK = 0.999
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +138,9 @@ class Grader:
     The constructor of a built-in grader takes its options by keyword, after the pool if it has a `worker`.
     """
 
+    reads_all = False
+    """Whether it reads all ground truths of a row itself; otherwise it gets one at a time (`Graders`)."""
+
     worker: Callable[[], Callable[[Any], Any]] | None = None
     """Makes, in a process of the pool, the function that answers there under the grader's name."""
 
@@ -140,7 +151,7 @@ class Grader:
             if fault := self.validate(sample.row):
                 raise UserError(fault)
             begun.append(self.begin(sample))
-        # Waits only after all have begun, so that the workers grade at the same time.
+        # Waits only after all have started, so that the workers grade at the same time.
         return [x if isinstance(x, Verdict) else x() for x in begun]
 
     def validate(self, row: GradingTask) -> str | None:
@@ -211,6 +222,14 @@ def refusal(reads: Callable[[], Any]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def marked(mark: float, part_marks: bool, shown: str) -> Verdict:
+    """The verdict of a mark from 0 to 1, whose score follows the mark if it `part_marks`."""
+    correct = mark >= _WHOLE_MARK
+    if not part_marks:
+        return Verdict.of(correct, shown)
+    return Verdict(WRONG + (RIGHT - WRONG) * min(1.0, max(0.0, mark)), correct, shown)
 
 
 def empty_fault(row: GradingTask) -> str | None:

@@ -138,10 +138,13 @@ def judge_scores(
 
     Returns:
       Scores, float32 [B], 0 without a score in the verdict, so that nothing is gained by such a verdict; and
-      `reward/judge/parse_failures`, the share of verdicts without a score.
+      `reward/judge/parse_failures`, the share of verdicts without a score, absent if all agents failed.
     """
     verdicts = sample(judge_prompts(completions, template))
     assert len(verdicts) == len(completions), "a judge answers every prompt once"
     scores = [score_of(text) for text in verdicts]
     score_B = np.array([score or 0.0 for score in scores], np.float32)
-    return score_B, {"reward/judge/parse_failures": scores.count(None) / len(scores)}
+    # What a failed agent left is empty, and no verdict of it counts.
+    counted = [score for score, counts in zip(scores, completions.counts_B, strict=True) if counts]
+    share = {"reward/judge/parse_failures": counted.count(None) / len(counted)} if counted else {}
+    return score_B, share

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
+from pydantic import with_config
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
 from jaxrl.checks import (
     PATH,
     PROSE,
     between,
-    check_value,
     coefficient,
     score,
     settings,
@@ -18,7 +20,7 @@ from jaxrl.checks import (
 from jaxrl.errors import UserError
 from jaxrl.rewards.judge import SCORE_TEMPLATE, JudgeTemplate
 
-SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
+SandboxChoice = Literal["auto", "bubblewrap", "landlock", "none"]
 """Values of `reward.code_sandbox`."""
 
 
@@ -47,13 +49,21 @@ class JudgeConfig:
         return 2 * self.max_prompt_tokens
 
 
+@with_config(extra="forbid", strict=True)
+class RewardFunction(TypedDict):
+    """A reward function of the user: its path, and its weight in the reward."""
+
+    path: Annotated[str, PATH]
+    weight: Annotated[int | float, score()]
+
+
 @settings
 class RewardConfig:
     """Settings of the reward."""
 
     grader: Annotated[str, PATH] = "answer"
-    """Name of a grader (answer, gsm8k, math, choice, exact, regex, code, reasoning_gym), or
-    your own as "package.module:function" or "path/to/file.py:function".
+    """Name of a grader (answer, gsm8k, math, math_verify, choice, exact, regex, code,
+    reasoning_gym), or your own as "package.module:function" or "path/to/file.py:function".
     """
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the grader, by name."""
@@ -64,17 +74,21 @@ class RewardConfig:
     truth, unless dynamic sampling filters groups by correctness or the judge's template has
     {answer}.
     """
-    functions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    functions: dict[str, RewardFunction] = dataclasses.field(default_factory=dict)
     """Further reward functions, name -> {"path": path, "weight": w}; the path is
     "package.module:function" or "path/to/file.py:function" (`rewards.user`).
     """
+    functions_timeout_s: Annotated[float, between(0.01, 7 * 86_400)] = 600.0
+    """Seconds that each function may take for the responses of a step; a longer call ends the run."""
     model: Annotated[str, PATH] = ""
     """Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
-    tokenizer, whose score has weight 1 in the reward; "" for none.
+    tokenizer; "" for none.
     """
+    model_weight: Annotated[float, score()] = 1.0
+    """Weight of the reward model's score in the reward."""
     code_sandbox: SandboxChoice = "auto"
-    """Sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly",
-    "landlock", or "none" for no sandbox; "auto" takes the first that works on this machine, and
+    """Sandbox in which the grader `code` runs programs: "bubblewrap", "landlock",
+    or "none" for no sandbox; "auto" takes the first that works on this machine, and
     never "none".
     """
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -89,25 +103,18 @@ class RewardConfig:
     """
 
     def __post_init__(self):
-        for name, function in self.functions.items():
-            # The terms of the sum, which have names of their own.
-            if name in ("grader", "model", "judge"):
-                raise ValueError(
-                    f"functions.{name} has the name of another reward, under which metrics are kept; "
-                    "give it one of its own"
-                )
-            if not isinstance(function, dict) or set(function) != {"path", "weight"}:
-                raise ValueError(
-                    f"functions.{name} is {function!r}; give each function its path and its weight"
-                )
-            check_value(f"functions.{name}.path", function["path"], Annotated[str, PATH])
-            check_value(f"functions.{name}.weight", function["weight"], Annotated[float, score()])
+        # The terms of the sum, which have names of their own.
+        for name in self.functions.keys() & {"grader", "model", "judge"}:
+            raise ValueError(
+                f"functions.{name} has the name of another reward, under which metrics are kept; "
+                "give it one of its own"
+            )
 
     def check_several_terms(self, advantage: str) -> None:
         """Raises UserError if an advantage that normalises each term finds fewer than two."""
         weights = {"grader": self.grader_weight}
         weights |= {name: function["weight"] for name, function in self.functions.items()}
-        weights |= {"model": 1.0} if self.model else {}
+        weights |= {"model": self.model_weight} if self.model else {}
         weights |= {"judge": self.judge.weight} if self.judge.model else {}
         counting = [name for name, weight in weights.items() if weight]
         if len(counting) < 2:

@@ -33,12 +33,12 @@ class AskedVerdicts:
         self._given: list[Verdict | None] = [None] * len(completions)
         if (agents := completions.of_agents) is not None:
             for b, score in enumerate(agents.score_B.tolist()):
-                if agents.failed_B[b]:
+                if agents.failures[b] is not None:
                     # No verdict on the policy: a failed sample has no tokens, and counts in no baseline.
                     self._given[b] = Verdict(0.0, False)
                 elif not math.isnan(score):
                     self._given[b] = Verdict(score, score >= RIGHT)
-        # The thread of the graders also makes the texts, if nobody has read them yet.
+        # The thread of the graders also makes the texts, if they have not been read yet.
         self._future = graders.submit(
             lambda: [
                 # Without the turns of an environment: an answer that a tool gave is not the policy's.
@@ -125,7 +125,7 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
 
     Returns:
       The responses with new scores, and for each term `reward/<name>/mean` and `reward/<name>/std` of its
-      unweighted scores.
+      unweighted scores; absent if all agents failed.
 
     Raises:
       UserError: Two terms share a name, or a term's scores are too many, too few or not finite.
@@ -139,15 +139,16 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
         )
     assert terms, "a sum without terms is no reward"
     metrics: dict[str, float] = {}
-    total_B = np.zeros(len(scored), np.float32)
+    total_B, counts_B = np.zeros(len(scored), np.float32), scored.completions.counts_B
     columns = []
     for term in terms:
         score_B = checked_scores(term.score_B, len(scored), f"reward {term.name!r}")
         # In float32 and in this order on every host, so that sums are equal to the bit.
         total_B += np.float32(term.weight) * score_B
         columns.append(score_B)
-        metrics[f"reward/{term.name}/mean"] = float(score_B.mean())
-        metrics[f"reward/{term.name}/std"] = float(score_B.std())
+        if counts_B.any():
+            metrics[f"reward/{term.name}/mean"] = float(score_B[counts_B].mean())
+            metrics[f"reward/{term.name}/std"] = float(score_B[counts_B].std())
     scored = scored.replace(
         score_B=total_B,
         term_BK=np.stack(columns, axis=1),

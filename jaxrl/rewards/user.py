@@ -127,6 +127,7 @@ class UserRewards:
         paths: Sequence[str],
         *,
         timeout_s: float = 600.0,
+        start_s: float = 600.0,
         interrupted: Callable[[], bool] = lambda: False,
     ):
         """Imports the functions.
@@ -134,6 +135,7 @@ class UserRewards:
         Args:
           paths: paths of the functions, see `reward_function`; without any, no process starts.
           timeout_s: seconds that a function may take for the responses of a step.
+          start_s: seconds for the imports of all functions.
           interrupted: function called every tenth of a second while one runs; True ends the wait.
 
         Raises:
@@ -141,7 +143,11 @@ class UserRewards:
         """
         self._interrupted = interrupted
         self._pool = ProcessPool(
-            paths, reward_function, what="reward function", patience_s=timeout_s, start_s=timeout_s
+            paths,
+            reward_function,
+            what="reward function",
+            patience_s=timeout_s,
+            start_s=start_s,
         )
         if paths:
             # Now, so that an error of an import ends the run before anything compiles.
@@ -161,5 +167,5 @@ class UserRewards:
         try:
             return self._pool.call(path, Responses.of(completions), interrupted=self._interrupted)
         except WorkerFault as fault:
-            remedy = "; bound its work"
+            remedy = "; bound its work, or raise reward.functions_timeout_s"
             raise UserError(f"{fault}{remedy if fault.kind == 'timeout' else ''}") from fault

@@ -149,7 +149,7 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
         lengths=[sum(map(len, parts)) for parts in whole],
         # Like `mask` made as they are read: a process reads those of its own rows.
         tokens=LazyRows([functools.partial(np.concatenate, parts) for parts in whole]),
-        logprob=[*completions.rollout_logprob, *(x.rollout_logprob for _, _, x in further)],
+        logprob=[*completions.rollout_logprob, *(x.logprob for _, _, x in further)],
         entropy=[*completions.entropy, *(branch.entropy for _, _, branch in further)],
         mask=mask,
     )

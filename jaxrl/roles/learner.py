@@ -57,7 +57,7 @@ class Learner(PackedModel, abc.ABC):
     """A model that is trained on a mesh: its state and its update. Subclasses compute the outputs.
 
     Attributes:
-      num_updates: number of updates begun so far. The state changes only when it does.
+      num_updates: number of updates started so far. The state changes only when it does.
     """
 
     def __init__(
@@ -329,7 +329,10 @@ class Learner(PackedModel, abc.ABC):
             minibatch, (trained, state.opt_state), jnp.tile(jnp.arange(U), epochs)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
-        metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
+        skipped_U = stats_U.pop("skipped_updates")
+        metrics = {"skipped_updates": skipped_U.mean()}
+        some_U = sums_U.trained.tokens > 0
+        metrics |= {name: _mean_where(some_U, value_U) for name, value_U in stats_U.items()}
         for name, value_U in sums_U.maxima.items():
             # Before its first update the policy is still the one that the step began with.
             metrics |= {name: value_U.max(), f"first_{name}": value_U[0]}
@@ -391,3 +394,9 @@ class Learner(PackedModel, abc.ABC):
         )
         stats = {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
         return (params, opt_state), stats
+
+
+def _mean_where(some_U: jax.Array, value_U: jax.Array) -> jax.Array:
+    """The mean over the minibatches with trained tokens; over all if none has any, whose means are 0."""
+    some_U = some_U | ~some_U.any()
+    return jnp.mean(value_U, where=some_U)

@@ -359,7 +359,8 @@ def correction_metrics(config: CorrectionConfig, moments_U: RunningMoments) -> d
             metrics |= rollout_correction.outside_band(moments["weights"])
         if config.normalize:
             factor_U = jnp.asarray(norm_factor(config, moments_U))
-            metrics["rollout_is_batch_norm_factor"] = factor_U.mean()
+            some_U = moments_U["weights"]["weight"].count > 0
+            metrics["rollout_is_batch_norm_factor"] = Moments.of(factor_U, some_U).mean
     for rejection in config.rejections:
         of_one = rollout_correction.rejection_metrics(rejection, moments[rejection.name])
         metrics |= {f"rollout_rs_{rejection.name}_{name}": x for name, x in of_one.items()}

@@ -36,13 +36,35 @@ class StageOptimConfig:
     lr: Annotated[float, coefficient()] = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: Annotated[int, steps(0)] = 10
-    """Steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps."""
+    """Steps of linear warm-up. By default the first step already trains, at lr / lr_warmup_steps."""
     lr_decay_steps: Annotated[int, steps(0)] = 0
-    """Step at which a cosine reaches lr * lr_final; 0 for a constant rate."""
+    """Step at which the decay reaches lr * lr_final; 0 for a constant rate."""
     lr_final: Annotated[float, between(0, 1)] = 0.0
     """Learning rate after the decay, as a share of lr."""
+    lr_schedule: Literal["", "constant", "cosine", "linear", "wsd"] = ""
+    """"" warms up and decays by a cosine from the first step on. The others are verl's: the first
+    step of the warm-up has the rate 0, and the decay begins when the warm-up is over. That of
+    "wsd" (warm-up, stable, decay) is a cosine too, after `lr_stable_ratio` of the other steps.
+    """
+    lr_cycles: Annotated[float, positive(at_most=1000)] = 0.5
+    """Number of waves of a cosine; 0.5 only falls."""
+    lr_stable_ratio: Annotated[float, between(0, 1)] = 0.9
+    """Share of the steps between warm-up and `lr_decay_steps` at the full rate, for "wsd"."""
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
     """Weight decay of AdamW and Muon."""
+
+    def __post_init__(self):
+        if self.lr_schedule == "constant" and self.lr_decay_steps:
+            raise ValueError(
+                f"lr_schedule 'constant' has no decay, and lr_decay_steps is {self.lr_decay_steps}; set it "
+                "to 0, or lr_schedule to cosine, linear or wsd"
+            )
+        decays = self.lr_schedule in ("cosine", "linear", "wsd")
+        if decays and self.lr_decay_steps <= self.lr_warmup_steps:
+            raise ValueError(
+                f"lr_schedule {self.lr_schedule!r} decays from lr_warmup_steps {self.lr_warmup_steps} to "
+                f"lr_decay_steps {self.lr_decay_steps}, which has to be larger; set it to the number of steps"
+            )
 
 
 @settings
@@ -147,38 +169,54 @@ class Schedule(NamedTuple):
 
     Attributes:
       lr: peak rate.
+      first: number of the first step in the warm-up, 1 or 0.
       per_warmup_step: 1 / number of steps of linear warm-up.
+      decay_start: step at which the decay begins.
       per_decay_step: 1 / number of steps of the decay; 0 for a constant rate.
       final: rate after the decay, as a share of the peak.
       half_decay: (1 - final) / 2.
+      angle: angle of the cosine at the end of the decay; 0 for a straight line.
     """
 
     lr: np.float32
+    first: np.float32
     per_warmup_step: np.float32
+    decay_start: np.float32
     per_decay_step: np.float32
     final: np.float32
     half_decay: np.float32
+    angle: np.float32
 
     @classmethod
     def of(cls, config: OptimConfig) -> Schedule:
-        one, length = np.float32(1), config.lr_decay_steps
+        one, start = np.float32(1), 0
+        if config.lr_schedule:
+            start = warmup = config.lr_warmup_steps
+            if config.lr_schedule == "wsd":
+                start += int((config.lr_decay_steps - warmup) * config.lr_stable_ratio)
+        length = max(1, config.lr_decay_steps - start)
         return cls(
             lr=np.float32(config.lr),
+            # verl's warm-up counts from 0. Without one there is no step at rate 0.
+            first=np.float32(not (config.lr_schedule and config.lr_warmup_steps)),
             per_warmup_step=one / np.float32(max(1, config.lr_warmup_steps)),
-            per_decay_step=one / np.float32(length) if length else np.float32(0),
+            decay_start=np.float32(start),
+            per_decay_step=one / np.float32(length) if config.lr_decay_steps else np.float32(0),
             final=np.float32(config.lr_final),
             half_decay=np.float32((1 - config.lr_final) * 0.5),
+            angle=np.float32(0 if config.lr_schedule == "linear" else 2 * np.pi * config.lr_cycles),
         )
 
 
 def learning_rate(schedule: Schedule, step: jax.Array) -> jax.Array:
     """The rate of a step, float32; the first step is 0.
 
-    The step is the rollout step, so all updates of a step share a rate (DAPO section 4.1). Warm-up counts
-    from 1: with a rate of 0 the first step would train nothing.
+    The step is the rollout step, so all updates of a step share a rate (DAPO section 4.1). By default warm-up
+    counts from 1: with a rate of 0 the first step would train nothing.
     """
     step = jnp.asarray(step, jnp.float32)
-    warmup = jnp.minimum(1.0, (step + 1) * schedule.per_warmup_step)
-    done = jnp.clip(step * schedule.per_decay_step, 0.0, 1.0)
-    cosine = schedule.final + schedule.half_decay * (1 + jnp.cos(jnp.pi * done))
-    return schedule.lr * warmup * jnp.where(schedule.per_decay_step > 0, cosine, 1.0)
+    warmup = jnp.minimum(1.0, (step + schedule.first) * schedule.per_warmup_step)
+    done = jnp.clip((step - schedule.decay_start) * schedule.per_decay_step, 0.0, 1.0)
+    wave = jnp.where(schedule.angle > 0, jnp.cos(schedule.angle * done), 1 - 2 * done)
+    decayed = schedule.final + schedule.half_decay * (1 + wave)
+    return schedule.lr * warmup * jnp.where(schedule.per_decay_step > 0, decayed, 1.0)

@@ -66,7 +66,7 @@ class RowLimits:
         if num_sequences % minibatches:
             raise UserError(
                 f"{num_sequences} sequences do not divide into {minibatches} minibatches; "
-                "choose a number of updates that divides prompts x samples"
+                "choose algorithm.updates_per_step so that it divides prompts x samples"
             )
         if self.longest > self.tokens:
             raise UserError(

@@ -11,16 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.algos.logprobs import squared_probabilities
 from jaxrl.algos.truncation import Truncation, kept_tokens
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.mesh.handover import Handover
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.mesh.rules import generation_shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import Decoder, Params, decoder_graph, weight_types
 from jaxrl.models.mixture import Routing
@@ -28,9 +30,9 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
 from jaxrl.roles.packed_model import Frozen, PackedModel, each_micro, micro_of
-from jaxrl.roles.redraw import Draws, same_token_fraction
+from jaxrl.roles.redraw import Draws, counted_tokens, same_token_fraction
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
-from jaxrl.rollout.continuous import ContinuousRollout
+from jaxrl.rollout.group_loop import GroupLoop
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
@@ -99,7 +101,7 @@ class Actor(Learner):
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
     def _resharding_to(self, backend: RolloutBackend) -> Resharding | Handover:
-        generate = shardings(self.axes, self.model_shapes, GENERATE_RULES, backend.mesh)
+        generate = generation_shardings(self.axes, self.model_shapes, backend.mesh)
         types = weight_types(self.model, backend.dtype, backend.weights_dtype)
         ends: Any = (self.shapes, self.train_shardings, generate, types)
         if not self._shares_mesh:
@@ -175,7 +177,7 @@ class Actor(Learner):
         unfinished: UnfinishedGroups | None = None,
         *,
         members: Sequence[int] | None = None,
-    ) -> ContinuousRollout:
+    ) -> GroupLoop:
         """Sampling that outlives changes of the weights; the backend must have its own devices.
 
         Args: as for `OfflineBackend.continuous`.
@@ -237,13 +239,24 @@ class Actor(Learner):
             lambda micro: self.policy(self.graph, params, micro, **settings)[1], batch
         )
 
-    def same_tokens(self, batch: PackedBatch, draws: Draws) -> jax.Array:
-        """Fraction of the trained tokens of the first microbatch that the trainer draws again: `redraw`."""
-        return self._same_tokens(self.for_training().params, batch, draws)
+    def same_tokens(self, batch: PackedBatch, draws: Draws) -> jax.Array | None:
+        """Fraction of the trained tokens of a microbatch that the trainer draws again: `redraw`. Collective.
 
-    def _packed_same_tokens(self, params: Params, batch: PackedBatch, draws: Draws) -> jax.Array:
+        The microbatch is the first one that has such tokens; None if none has.
+        """
+        # The numbers follow from the batch alone, so the host does not wait for a model.
+        num_UM = hosts.fetch(_num_counted(batch, draws))
+        if not num_UM.any():
+            return None
+        u, m = np.unravel_index(np.flatnonzero(num_UM)[0], num_UM.shape)
+        where = np.int32(u), np.int32(m)
+        return self._same_tokens(self.for_training().params, batch, draws, *where)
+
+    def _packed_same_tokens(
+        self, params: Params, batch: PackedBatch, draws: Draws, u: jax.Array, m: jax.Array
+    ) -> jax.Array:
         model: Decoder = nnx.merge(self.graph, params)
-        micro = micro_of(batch, 0, 0)
+        micro = micro_of(batch, u, m)
         return same_token_fraction(
             *self._head(model, self._run(model, micro).hidden_BTD, micro),
             micro,
@@ -299,6 +312,12 @@ class Actor(Learner):
 
     def _described(self, outputs: PolicyOutputs) -> Stats:
         return {"entropy": outputs.entropy, "mean_token_prob": jnp.exp(outputs.logprob)}
+
+
+@jax.jit
+def _num_counted(batch: PackedBatch, draws: Draws) -> jax.Array:
+    """The number of tokens of each microbatch that `redraw` counts, int32 [U, M]."""
+    return counted_tokens(batch, draws).sum((-2, -1), dtype=jnp.int32)
 
 
 # Compiled: by itself, a second such scatter into an array of other processes' devices alone ends the

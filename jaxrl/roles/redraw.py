@@ -120,20 +120,18 @@ def same_token_fraction(
     chunk_tokens: int,
     shards: tuple[int, int],
 ) -> jax.Array:
-    """Fraction of the trained tokens of a microbatch that are drawn again; NaN without such tokens.
-
-    Tokens before `Truncation.min_tokens` do not count, because the sampler forbade stop ids there.
+    """Fraction of the counted tokens (`counted_tokens`) of a microbatch that are drawn again.
 
     Args:
       logits_of, chunk_tokens, shards: as for `algos.logprobs.token_logprobs`.
       hidden_RTD: last hidden states.
-      micro: the microbatch, [R, T] per field.
+      micro: the microbatch, [R, T] per field, with at least one such token.
       draws: see `Draws`.
       temperature: sampling temperature.
     """
     turn_RT = _turns(draws, micro)
     place_RT = micro.positions - draws.start_K[turn_RT]
-    counts_RT = (micro.loss_mask > 0) & (place_RT >= draws.truncation.min_tokens)
+    counts_RT = counted_tokens(micro, draws)
     # `from_past` hands a token the hidden state before it, so the token's own noise moves one place back.
     noise_before = (
         jnp.roll(draws.key_K2[turn_RT], -1, axis=1),
@@ -162,8 +160,17 @@ def same_token_fraction(
     return jnp.mean(same_RT, where=counts_RT)
 
 
+def counted_tokens(batch: PackedBatch, draws: Draws) -> jax.Array:
+    """Which tokens are drawn again: the trained ones, bool [.., T].
+
+    Tokens before `Truncation.min_tokens` do not count, because the sampler forbade stop ids there.
+    """
+    place = batch.positions - draws.start_K[_turns(draws, batch)]
+    return (batch.loss_mask > 0) & (place >= draws.truncation.min_tokens)
+
+
 def _turns(draws: Draws, micro: PackedBatch) -> jax.Array:
-    """The turn of every token, int32 [R, T]: the last one that begins at or before it; 0 before the first."""
+    """The turn of every token, int32 [.., T]: the last that begins at or before it; 0 before the first."""
     # Bisection by pairs, because sequence and position together may not fit into 32 bits.
     turn_RT = jnp.zeros_like(micro.sequence)
     for k in reversed(range(len(draws.start_K).bit_length())):

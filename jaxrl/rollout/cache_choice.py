@@ -92,11 +92,6 @@ def choose_cache(
         by_table, contiguous = False, CacheKind(shape, unrolled)
     if pages is None:
         return contiguous
-    if platform == "cpu":
-        logger.warning(
-            "cache 'paged': on CPU pages are copied for every dispatch, and few samples decode about .4 "
-            "times as fast as with 'contiguous'; set it to contiguous unless its memory is short"
-        )
     gather = None if by_table else page_gathering(mesh, GENERATE_RULES)
     return PagedCache(
         **{field.name: getattr(contiguous, field.name) for field in dataclasses.fields(contiguous)},
@@ -104,6 +99,15 @@ def choose_cache(
         num_pages=pages.num_pages * pages.shards,
         gather=gather,
     )
+
+
+def warn_of_pages_on_cpu(cache: str, mesh: Mesh) -> None:
+    """Logs a warning if a user has set the cache to "paged" for a CPU. Agents have pages in any case."""
+    if cache == "paged" and platform_of(mesh) == "cpu":
+        logger.warning(
+            "cache 'paged': on CPU pages are copied for every dispatch, and few samples decode about .4 "
+            "times as fast as with 'contiguous'; set it to contiguous unless its memory is short"
+        )
 
 
 def past_attention(

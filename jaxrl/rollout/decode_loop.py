@@ -3,10 +3,9 @@
     add(samples) -> [queue -> slot] -> dispatch() -> new tokens of each slot, and why a sample ended
     drop(samples)
 
-The loop has no thread and no clock, and it does not know where samples come from. Three callers feed it:
+The loop has no thread and no clock, and it does not know where samples come from. Two callers feed it:
 
-    generate (rollout/driver.py)      adds the samples of a batch, dispatches until none is left
-    resume   (rollout/driver.py)      adds samples as slots fall free; unfinished ones continue later
+    groups   (rollout/group_loop.py)  adds the samples of a batch, or further ones as slots fall free
     live     (rollout/live_loop.py)   adds samples as requests arrive, and drops cancelled ones
 
 A dispatch takes these steps, in this order:
@@ -16,7 +15,7 @@ A dispatch takes these steps, in this order:
               admit       moves samples from the queue into free slots: prefill if needed, then insert
               generate    starts to decode up to W tokens in every slot, or speculates in a few; one token
                           while a sample has edits of its logits that change with every token
-    finish    collect     cuts at stop strings, frees the slots of ended samples
+    finish    collect     cuts at stop strings and samples' own stop ids, frees the slots of ended samples
 
 Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
 Python runs only for samples that start, end or have stop strings; the others cost array operations.
@@ -29,15 +28,15 @@ W tokens of a dispatch   T tokens
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_state import DecodedTokens, Prefix, TopTokens
+from jaxrl.rollout.decode_state import DecodedTokens, Prefix, TokenScores, TopTokens
 from jaxrl.rollout.decoded_log import DecodedLog
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
@@ -46,6 +45,7 @@ from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots, prefilled
 from jaxrl.rollout.speculation import AnswerTexts, Speculation
 from jaxrl.rollout.stop_strings import StopSearch, StopsOfSlots
+from jaxrl.types import Stretch
 
 
 class End(enum.Enum):
@@ -57,27 +57,24 @@ class End(enum.Enum):
     PAUSED = enum.auto()
 
 
-class Decoded(NamedTuple):
-    """Tokens that a dispatch has added to a sample.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoded(Stretch):
+    """Tokens that a dispatch has added to a sample, up to the one that ended it.
 
     Attributes:
       sample: the sample.
-      tokens: int32 [R], without tokens after a stop string.
-      logprob, entropy: float32 [R].
-      version: version of the weights that drew them.
       end: reason why the sample has ended; None if it continues.
       num_before: number of tokens of the prompt and the sample before the dispatch.
       top: the `SamplingOptions.top_logprobs` most probable tokens at each place; None if there are none.
+      prompt: with the first tokens, the scores of the prompt's tokens but the first, if
+        `SamplingOptions.scores_prompt` asks for them.
     """
 
     sample: Sample
-    tokens: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
-    version: int
     end: End | None
     num_before: int
     top: TopTokens | None = None
+    prompt: TokenScores | None = None
 
 
 class DecodeLoop:
@@ -93,7 +90,7 @@ class DecodeLoop:
     def __init__(
         self,
         engine: Engine,
-        params: Params,
+        params: Params | None,
         stops: StopSearch,
         *,
         version: int = 0,
@@ -104,7 +101,7 @@ class DecodeLoop:
         """Makes an empty loop. Device memory is first taken by `dispatch`.
 
         Args:
-          engine, params: engine of the model, and its weights in the generation layout.
+          engine, params: engine of the model, and its weights in the generation layout; None until `renew`.
           stops: search for stop strings. It gets faster with use, so several loops should share one.
           version: version of the weights; recorded with every token.
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
@@ -282,7 +279,7 @@ class DecodeLoop:
         cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
         ends = self._end(over, decoded, cuts)
-        # The device does not check stop strings, so it must be told to stop decoding.
+        # The device knows none of these stops, so it must be told to stop decoding.
         if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
         if speculated:
@@ -292,30 +289,29 @@ class DecodeLoop:
         results = []
         for slot in busy.tolist() if self._streams else ends:
             kept = decoded.count[slot] - cuts.get(slot, 0)
-            tokens, logprob, entropy = (
-                x[slot, :kept] for x in (decoded.token, decoded.logprob, decoded.entropy)
-            )
-            sample = self.scheduler.owners[slot]
+            sample, before = self.scheduler.owners[slot], int(before_n[slot])
+            scores = sample.start.scores if before == sample.prompt_tokens else None
             num_top = sample.options.top_logprobs
+            # Copies: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
+            arrays = (decoded.token, decoded.logprob, decoded.entropy)
             results.append(
                 Decoded(
-                    sample,
-                    tokens,
-                    logprob,
-                    entropy,
-                    self._version,
-                    ends.get(slot),
-                    num_before=int(before_n[slot]),
-                    top=TopTokens(*(x[slot, :kept, :num_top] for x in top))
+                    *(x[slot, :kept].copy() for x in arrays),
+                    version=self._version,
+                    sample=sample,
+                    end=ends.get(slot),
+                    num_before=before,
+                    top=TopTokens(*(x[slot, :kept, :num_top].copy() for x in top))
                     if top and num_top
                     else None,
+                    prompt=scores[0] if scores else None,
                 )
             )
         self._free(list(ends))
         return results
 
     def give_tokens(self) -> None:
-        """Gives all samples the tokens that they have so far, without those of a begun dispatch."""
+        """Gives all samples the tokens that they have so far, without those of a dispatch in progress."""
         self.give_ended()
         for slot in self.scheduler.busy_slots.tolist():
             self._give_tokens(slot)
@@ -325,7 +321,7 @@ class DecodeLoop:
         self._log.pass_on()
 
     def renew(self, params: Params, version: int) -> None:
-        """Decodes on with other weights. No dispatch may have begun.
+        """Decodes on with other weights. No dispatch may have started.
 
         Samples keep their slots and caches. Those that wait are prefilled with the new weights, and with
         `reuse_prefixes` they share nothing that older weights have cached.
@@ -396,6 +392,8 @@ class DecodeLoop:
             return {}
         found = {}
         for index, start in enumerate(admission.sources):
+            if start.scores is not None:
+                continue
             shards, pages = _holders(self._pages, start)
             if pages:
                 found[index] = (shards[0], pages, start)
@@ -426,7 +424,7 @@ class DecodeLoop:
             slots = np.array([slot for slot, _, _ in starts])
             self._log.start(slots)
             options = [sample.options for _, _, sample in starts]
-            self._stops.set(slots, [each.stop_strings for each in options])
+            self._stops.set(slots, [(each.stop_strings, each.stop_ids) for each in options])
             self._edited_n[slots] = [bool(each.edits or each.top_logprobs) for each in options]
             self._slots.insert(prefix, starts)
 
@@ -454,13 +452,13 @@ class DecodeLoop:
         """The last `count` tokens of the sample in a slot, or all of them if there are fewer."""
         sample, tokens = self.scheduler.owners[slot], self._log.tail(slot, count)
         # A sample that was continued has its beginning itself.
-        before = sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
+        before = sample.tokens[max(0, len(sample) + len(tokens) - count) :]
         return np.concatenate([before, tokens])
 
     def _give_tokens(self, slot: int) -> None:
         """Moves the tokens of a slot from the log to its sample."""
         sample = self.scheduler.owners[slot]
-        sample.add_decoded(*self._log.take(slot), version=self._version)
+        sample.add(self._log.take(slot, self._version))
 
     def _end(
         self, slots: np.ndarray, decoded: DecodedTokens, cuts: Mapping[int, int]
@@ -470,7 +468,7 @@ class DecodeLoop:
         Args:
           slots: int, slots that decode no more, ascending.
           decoded: tokens that the dispatch has added; the log has them too.
-          cuts: number of tokens after a stop string, by slot.
+          cuts: number of tokens after a stop that the host has found, by slot.
 
         Returns:
           Why each sample has ended, by slot.
@@ -478,11 +476,13 @@ class DecodeLoop:
         newest = decoded.count[slots]
         # Without a new token this reads the last column; `newest > 0` below drops it.
         at_stop_id = np.isin(decoded.token[slots, newest - 1], self._engine.config.stop_ids)
+        owners = self.scheduler.owners
+        ignored = [owners[slot].options.ignores_stop_ids for slot in slots.tolist()]
+        at_stop_id &= ~np.array(ignored, bool)
         cut = np.array([cuts.get(slot, 0) for slot in slots.tolist()], int)
         self._length_n[slots] -= cut
         samples = [self.scheduler.owners[slot] for slot in slots.tolist()]
-        receive = [functools.partial(s.add_decoded, version=self._version) for s in samples]
-        self._log.give_later(slots, cut, receive)
+        self._log.give_later(slots, cut, self._version, [sample.add for sample in samples])
         if self._reuses or self._engine.num_drafted:
             # What follows reads the tokens. Else the next `begin` gives them, while the devices work.
             self._log.pass_on()
@@ -496,7 +496,8 @@ class DecodeLoop:
         ):
             # The first, since the tokens after a stop string, stop ids too, are cut off.
             if slot in cuts:
-                end = End.STOP_STRING
+                last = int(decoded.token[slot, decoded.count[slot] - cuts[slot] - 1])
+                end = End.STOP_ID if last in sample.options.stop_ids else End.STOP_STRING
             elif stopped:
                 end = End.STOP_ID
             else:

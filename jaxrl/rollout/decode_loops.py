@@ -5,13 +5,13 @@ With groups (`mesh.replica_groups`) a process has the loops of its own groups al
     add     deals new samples out: all processes know which group has which
     begin   starts a dispatch in the own loops
     finish  waits for it
-    agree   tells the others which samples have begun and ended, and how long they are
+    agree   tells the others which samples have started and ended, and how long they are
 
 Between two calls of `agree` no process waits for another. What a process does and holds is its own part, and
 a few numbers for each sample that begins or ends elsewhere. Of samples of other groups it knows the lengths,
 without tokens (`Sample.holder`); `fetching` brings these where they are wanted.
 
-What a group tells is a list of integers. S samples have begun; each one that has ended has R runs of tokens:
+A group's report is a list of integers. S samples have started; each that has ended has R runs of tokens:
 
     places  L A  S   S x (number, version)        free places, layers and experts of routes, samples
     number  truncated  R   R x (version, count)   for each sample that has ended
@@ -41,18 +41,16 @@ class DecodeLoops:
       groups: the groups of processes; None if there is one loop of all.
     """
 
-    def __init__(
-        self, loops: Mapping[int, DecodeLoop], groups: ReplicaGroups | None, *, version: int
-    ):
-        """Args.
+    def __init__(self, loops: Mapping[int, DecodeLoop], groups: ReplicaGroups | None):
+        """Begins without weights.
 
-        loops: empty loops, by the number of their group; without groups one, with any number.
-        groups: see above.
-        version: version of the weights of all loops.
+        Args:
+          loops: empty loops, by the number of their group; without groups one, with any number.
+          groups: see above.
         """
         self.groups = groups
         self._loops = dict(loops)
-        self._version = version
+        self._version = 0
         self._numbers = itertools.count()
         # With groups: all samples that have not ended, by number, with their part of the work.
         self._sample_of: dict[int, Sample] = {}
@@ -65,15 +63,9 @@ class DecodeLoops:
         self._begun: list[Sample] = []
         self._ended: list[Sample] = []
 
-    @property
-    def busy(self) -> bool:
-        """Whether a loop of this process has any samples."""
-        return any(loop.scheduler.num_unfinished for loop in self._loops.values())
-
-    @property
-    def num_unfinished(self) -> int:
-        """The number of samples that wait or decode; with groups as of the last `agree`."""
-        if self.groups is not None:
+    def num_unfinished(self, *, here: bool = False) -> int:
+        """The number of samples that wait or decode; with groups as of the last `agree`, or those here."""
+        if self.groups is not None and not here:
             return len(self._sample_of)
         return sum(loop.scheduler.num_unfinished for loop in self._loops.values())
 

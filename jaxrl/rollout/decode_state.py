@@ -88,6 +88,20 @@ class TopTokens(NamedTuple):
     logprob: Any
 
 
+class TokenScores(NamedTuple):
+    """What the model says of known tokens, each given those before it, at temperature 1.
+
+    Attributes:
+      logprob: float32 [P, T], on the devices; [T] on the host for one sequence.
+      rank: int32, the token's place among all of the vocabulary; 1 for the most probable.
+      top: the most probable tokens.
+    """
+
+    logprob: Any
+    rank: Any
+    top: TopTokens
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -101,6 +115,7 @@ class DecodeState:
       count: int32 [n], response tokens so far.
       limit: int32 [n], response length at which the slot stops.
       active: bool [n], whether the slot still decodes.
+      stops: bool [n], whether stop ids end the sample.
       decoded: tokens of the last dispatch.
     """
 
@@ -111,6 +126,7 @@ class DecodeState:
     count: jax.Array
     limit: jax.Array
     active: jax.Array
+    stops: jax.Array
     decoded: DecodedTokens
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.rollout.decode_state import DecodedTokens
+from jaxrl.types import Stretch
 
 # Columns of a block.
 _COLUMNS = 256
@@ -57,8 +58,8 @@ class DecodedLog:
         # Number of columns of all dispatches, and of those that are in blocks; ids and bits of the others.
         self._end, self._settled = 0, 0
         self._last: np.ndarray = np.zeros((3, num_slots, 0), np.int32)
-        # Slot, first and last column of stretches that `settle` passes on, and what receives them.
-        self._ended: list[tuple[int, int, int, Callable[..., Any]]] = []
+        # Slot, first and last column, and version of stretches that `settle` passes on; what receives them.
+        self._ended: list[tuple[int, int, int, int, Callable[[Stretch], Any]]] = []
 
     def moved(self, old_n: np.ndarray) -> DecodedLog:
         """A log of other slots; `old_n` has the slot that each of them was, int, or -1 for an idle one."""
@@ -113,33 +114,37 @@ class DecodedLog:
     def pass_on(self) -> None:
         """Passes on the tokens that `give_later` has left."""
         ended, self._ended = self._ended, []
-        for slot, begin, end, receive in ended:
-            receive(*self._stretch(slot, begin, end))
+        for *where, receive in ended:
+            receive(self._stretch(*where))
 
-    def take(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch.
+    def take(self, slot: int, version: int) -> Stretch:
+        """The tokens of the sample in a slot since `start`, all of weights of this version.
 
-        Returns:
-          Int32 ids, float32 log-probabilities and entropies, [R] each.
+        A sample that runs on begins another stretch.
         """
         end = self._end - int(self._missing_n[slot])
-        stretch = self._stretch(slot, int(self._begin_n[slot]), end)
+        stretch = self._stretch(slot, int(self._begin_n[slot]), end, version)
         self._begin_n[slot], self._missing_n[slot] = self._end, 0
         return stretch
 
     def give_later(
-        self, slots: np.ndarray, dropped: np.ndarray, receive: Sequence[Callable[..., Any]]
+        self,
+        slots: np.ndarray,
+        dropped: np.ndarray,
+        version: int,
+        receive: Sequence[Callable[[Stretch], Any]],
     ) -> None:
         """Lets `pass_on` give away the tokens of samples that have ended; `settle` calls it too.
 
         Args:
           slots: int [K], the slots; others may start in them before.
           dropped: int [K], number of last tokens that are left out.
-          receive: K functions, which get what `take` returns, as three arguments.
+          version: version of the weights.
+          receive: K functions, which get what `take` returns.
         """
         ends = self._end - self._missing_n[slots] - dropped
-        begins = self._begin_n[slots].tolist()
-        self._ended += zip(slots.tolist(), begins, ends.tolist(), receive, strict=True)
+        where = zip(slots.tolist(), self._begin_n[slots].tolist(), ends.tolist(), strict=True)
+        self._ended += [(*at, version, each) for at, each in zip(where, receive, strict=True)]
         self._begin_n[slots], self._missing_n[slots] = self._end, 0
 
     def tail(self, slot: int, count: int) -> np.ndarray:
@@ -152,11 +157,9 @@ class DecodedLog:
         """Forgets the samples in these slots, int."""
         self._running_n[slots] = False
 
-    def _stretch(
-        self, slot: int, begin: int, end: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _stretch(self, slot: int, begin: int, end: int, version: int) -> Stretch:
         words = self._words_of(slot, begin, end, 3)
-        return words[0], words[1].view(np.float32), words[2].view(np.float32)
+        return Stretch(words[0], words[1].view(np.float32), words[2].view(np.float32), version)
 
     def _words_of(self, slot: int, begin: int, end: int, kinds: int) -> np.ndarray:
         """Columns of a slot, int32 [kinds, columns]: ids, bits of log-probabilities, of entropies."""

@@ -1,6 +1,6 @@
 """The offline backend: samples batches of prompts, for training and evaluation.
 
-It feeds prompts to a `DecodeLoop`. `generate` samples one batch to its end, those with the longest expected
+It feeds prompts to a `GroupLoop`. `generate` samples one batch to its end, those with the longest expected
 responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
 `continuous` keeps sampling while the weights are updated. After each dispatch the groups that have
 just finished are handed out. `live` decodes requests that arrive while it runs.
@@ -24,12 +24,12 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.replica_groups import ReplicaGroups, replica_groups
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions
-from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.decode_loops import DecodeLoops
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.group_loop import GroupLoop
 from jaxrl.rollout.live_loop import LiveLoop
-from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
+from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
@@ -103,7 +103,7 @@ class OfflineBackend(EngineBackend):
         # Answers of all calls, by group: a prompt of an earlier epoch has some.
         self._texts_of = self._no_texts()
         # Sampling that outlives a call.
-        self._lasting: ContinuousRollout | LiveLoop | None = None
+        self._lasting: GroupLoop | LiveLoop | None = None
 
     def generate(
         self,
@@ -116,13 +116,9 @@ class OfflineBackend(EngineBackend):
         """Samples G responses to each prompt until all are finished."""
         assert not options.budget_tokens, "a budget leaves samples unfinished: call `resume`"
 
-        def goes_on(group: Completions) -> None:
-            if on_group is not None:
-                on_group(group)
-
-        running = self._start(options, replicas=self._groups)
+        running = self._loop(options, replicas=self._groups, agrees=False)
         running.add(prompts, expected_tokens_N)
-        self._sample(running, goes_on)
+        self._sample(running, on_group and (lambda group: on_group(group) and False))
         running.loops.agree(on_devices=True)
         return running.groups.rollout().completions
 
@@ -139,7 +135,7 @@ class OfflineBackend(EngineBackend):
 
         The prompt and the tokens of an unfinished sample are prefilled under the current weights.
         """
-        running = self._start(options, unfinished)
+        running = self._loop(options, unfinished)
         running.go_on()
         running.add(prompts)
         self._sample(running, on_group, more)
@@ -151,7 +147,7 @@ class OfflineBackend(EngineBackend):
         unfinished: UnfinishedGroups | None = None,
         *,
         members: Sequence[int] | None = None,
-    ) -> ContinuousRollout:
+    ) -> GroupLoop:
         """Sampling that outlives changes of the weights. `generate` and `resume` pause it.
 
         Args:
@@ -163,12 +159,10 @@ class OfflineBackend(EngineBackend):
         replicas = self._groups
         if members is not None:
             replicas = replica_groups(self.mesh, members=members) if members else None
-        self._lasting = rollout = ContinuousRollout(
-            SampleGroups(options, self._decode_texts, unfinished),
-            # Its drafts depend on its own groups alone, so that a recorded run is repeated.
-            functools.partial(self._grouped, replicas=replicas, texts_of=self._no_texts()),
-            lambda: self.params,
-            members=() if replicas is None else replicas.members,
+        # Its drafts depend on its own groups alone, so that a recorded run is repeated.
+        texts_of = self._no_texts()
+        self._lasting = rollout = self._loop(
+            options, unfinished, replicas=replicas, texts_of=texts_of
         )
         return rollout
 
@@ -198,64 +192,57 @@ class OfflineBackend(EngineBackend):
         longest = self.engine.config.max_response_tokens
         return functools.cache(lambda g: AnswerTexts(longest))
 
-    def _start(
+    def _loop(
         self,
         options: SamplingOptions,
         unfinished: UnfinishedGroups | None = None,
         *,
         replicas: ReplicaGroups | None = None,
+        texts_of: Callable[[int], AnswerTexts] | None = None,
+        agrees: bool = True,
     ) -> GroupLoop:
+        """A loop for the unfinished groups; pauses other sampling, which has slots on the same devices."""
         if self._lasting is not None:
-            # Both would have slots on the same devices.
             self._lasting.pause()
-        groups = SampleGroups(options, self._decode_texts, unfinished)
-        return self._grouped(groups, options, replicas=replicas, texts_of=self._texts_of)
+        return GroupLoop(
+            SampleGroups(options, self._decode_texts, unfinished),
+            options,
+            functools.partial(self._decode_loops, replicas, texts_of or self._texts_of),
+            lambda: self.params,
+            self.engine.config,
+            agrees=agrees,
+        )
 
-    def _grouped(
-        self,
-        groups: SampleGroups,
-        options: SamplingOptions,
-        loops: DecodeLoops | None = None,
-        *,
-        replicas: ReplicaGroups | None,
-        texts_of: Callable[[int], AnswerTexts],
-    ) -> GroupLoop:
-        """Some groups in decode loops, by default in new ones with the current weights."""
-        if loops is None:
-            parts = {0: (self.engine, self.params)}
-            if replicas is not None:
-                parts = {
-                    g: (self._engine_of(replicas.meshes[g]), replicas.view(self.params, g))
-                    for g in replicas.here
-                }
-            made = {
-                g: DecodeLoop(engine, params, self._stops, version=options.step, texts=texts_of(g))
-                for g, (engine, params) in parts.items()
-            }
-            loops = DecodeLoops(made, replicas, version=options.step)
-        return GroupLoop(loops, groups, options, self.engine)
+    def _decode_loops(
+        self, replicas: ReplicaGroups | None, texts_of: Callable[[int], AnswerTexts]
+    ) -> DecodeLoops:
+        """Empty decode loops, which get the weights later."""
+        engines = {0: self.engine}
+        if replicas is not None:
+            engines = {g: self._engine_of(replicas.meshes[g]) for g in replicas.here}
+        loops = {
+            g: DecodeLoop(engine, None, self._stops, texts=texts_of(g))
+            for g, engine in engines.items()
+        }
+        return DecodeLoops(loops, replicas)
 
     def _sample(
         self, running: GroupLoop, on_group: OnGroup | None, more: More | None = None
     ) -> None:
         """Samples until `on_group` returns True, or until nothing is left and `more` draws nothing."""
-        running.draw(more)
-        groups, loops = running.groups, running.loops
-        finished: list[int] = []
-        enough = False
-        while not enough:
-            if not loops.busy:
-                running.draw(more)
-            if not loops.busy:
-                break
-            loops.begin()
-            # While the devices decode on, the text of the groups that the dispatch before has finished is
-            # made, and then prompts are drawn for samples that can take the next free slots.
-            enough = groups.hand_out(finished, on_group)
+        groups, enough = running.groups, False
+
+        def meanwhile() -> None:
+            # The text of finished groups is made, and then prompts are drawn for the next free slots.
+            nonlocal enough
+            enough = groups.hand_out(groups.take_ended(), on_group)
             if not enough:
                 running.draw(more)
-            finished = running.ended(loops.finish())
-        loops.give_tokens()
-        groups.hand_out(finished, on_group)
+
+        running.draw(more)
+        while not enough and running.step(running.options, meanwhile):
+            pass
+        running.finish()
+        groups.hand_out(groups.take_ended(), on_group)
         if self.engine.num_drafted:
-            self.metrics = loops.speculation.metrics()
+            self.metrics = running.metrics

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
+from jaxrl import extensions
 from jaxrl.errors import UserError
 from jaxrl.mesh.replica_groups import replica_groups
 from jaxrl.models.decoder import decoder_graph
@@ -124,10 +125,8 @@ def with_agent(backend: RolloutBackend, settings: RolloutConfig, tokenizer: Any)
     """The backend that runs `rollout.agent` with answers of `backend`; `backend` itself without an agent.
 
     Raises:
-      UserError: the tokenizer has no chat template.
+      UserError: the tokenizer has no chat template, or the extension for agents is not installed.
     """
     if not settings.agent:
         return backend
-    # By its path, because it stands on this package, and a run without agents does not import it.
-    build = load_function("jaxrl.agents.agent_backend:AgentBackend", "rollout.agent")
-    return build(backend, settings, tokenizer)
+    return extensions.lookup("rollout.agent")(backend, settings, tokenizer)

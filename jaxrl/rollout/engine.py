@@ -5,6 +5,7 @@ n slots of capacity C. The programs:
 
     prefill    prompts -> Prefix                   once per prompt               generate_program.py
     extend     Prefix + tokens -> Prefix           long prompts, after reuse     generate_program.py
+               both with scores of the tokens      if a request asks for them    generate_program.py
     insert     Prefix -> slots of a state          once per sample               slot_programs.py
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
                the same with edited logits     while a slot has some         generate_program.py
@@ -54,9 +55,8 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models import lora
 from jaxrl.models.attention import attention, pick_implementation
-from jaxrl.models.cache.cache_kind import split_layers
-from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
-from jaxrl.models.decoder import Params, weight_types
+from jaxrl.models.compute import Compute, are_listed, scan_layers, scan_layers_as_bits
+from jaxrl.models.decoder import Params, split_layers, weight_types
 from jaxrl.models.experts import experts_for
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.quantized import stored_in_place
@@ -74,11 +74,6 @@ from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
 from jaxrl.rollout.speculate_program import SpeculatingPrograms
 from jaxrl.rollout.speculation import num_drafted
 
-# On GPUs a scan copies each layer out of the stack for every token: 1.8 of 4.3 ms of 1.5B at 16 rows (H200,
-# benchmarks/results/2026-11-26-h200.md). A list of layers needs no copies, but memory for a second set of
-# weights, and compiles longer: for weights of a device of so many bytes, and responses of so many tokens.
-_MOST_LISTED, _LONG_RESPONSE = 4 * 10**9, 512
-
 
 class Engine:
     """The compiled programs of one model on one mesh. Each program is compiled once per size.
@@ -95,7 +90,7 @@ class Engine:
       pages: sizes of a paged cache; None if the cache is contiguous.
       num_drafted: number of tokens that `speculate` drafts in a round; 0 if decoding does not speculate.
       apart: whether the other processes of the run do not take part.
-      lists_layers: whether `for_decoding` makes a list of layers in place of their stack.
+      splits_layers: whether `for_decoding` makes lists of layers out of stacks.
       slot_sizes: numbers of slots of a state, ascending multiples of `shards`.
       batch_sizes: numbers of sequences of a prefix, ascending multiples of `shards`.
       prompt_sizes: numbers of tokens of a prefill program, ascending.
@@ -172,7 +167,10 @@ class Engine:
         self.prefix_sizes = bucket_sizes(longest, SHORTEST_CACHE)
         self.cache_sizes = (longest,) if fixed else self.prefix_sizes
         self.num_drafted = num_drafted(config.speculate, platform_of(mesh))
-        self.lists_layers = stages == 1 and _lists_layers(model, mesh, config)
+        # On CPU without a scan, which would read the stack: every dispatch would split it again.
+        platform = platform_of(mesh)
+        whole = config.layers_per_iteration(model.num_layers, platform) >= model.num_layers
+        self.splits_layers = stages == 1 and platform == "cpu" and whole
         self.layout = SlotLayout(mesh, self.cache)
         self._graph = graph
         self._compile(graph)
@@ -222,6 +220,8 @@ class Engine:
         options: Any = {"compiler_options": _compiler_options(config, mesh)}
         self.prefill = jax.jit(programs.prefill, **options)
         self.extend = jax.jit(programs.extend, donate_argnames="prefix", **options)
+        self.prefill_scored = jax.jit(programs.prefill_scored, **options)
+        self.extend_scored = jax.jit(programs.extend_scored, donate_argnames="prefix", **options)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
         self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
         self.generate_edited = jax.jit(programs.generate_edited, donate_argnames="state", **options)
@@ -245,19 +245,16 @@ class Engine:
         return fetch(results, everywhere=not self.apart)
 
     def for_decoding(self, params: Params) -> Params:
-        """The weights as `generate` and `speculate` read them fastest."""
-        # Copies of single layers, so that decoding has no scan over layers. The programs take the stack too.
-        if not self.lists_layers:
-            return params
-        return params | {"layers": self._split({"layers": params["layers"]})["layers"]}
+        """The weights as `generate` and `speculate` read them fastest. The programs take stacks too."""
+        return self.split(params) if self.splits_layers else params
+
+    def split(self, params: Params) -> Params:
+        """The weights with lists of layers in place of stacks: a copy, unless they have lists already."""
+        return params if are_listed(params["layers"]) else self._split(params)
 
     def with_adapters(self, adapters: Params, params: Params) -> Params:
-        """The result of `for_decoding` with other adapters."""
-        if not self.lists_layers:
-            return lora.join(adapters, params)
-        split = self.for_decoding(adapters)
-        pairs = zip(split["layers"], params["layers"], strict=True)
-        return lora.join(split | {"layers": [lora.join(*pair) for pair in pairs]}, params)
+        """Weights, with stacks or with lists of layers, with other adapters, which have stacks."""
+        return lora.join(self.split(adapters) if are_listed(params["layers"]) else adapters, params)
 
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""
@@ -311,17 +308,6 @@ def _check_state(config: EngineConfig) -> None:
         )
 
 
-def _lists_layers(model: ModelConfig, mesh: Mesh, config: EngineConfig) -> bool:
-    """Whether decoding reads a list of layers: on CPU without a scan, on GPUs where its copies are small."""
-    platform = platform_of(mesh)
-    if platform == "cpu":
-        return config.layers_per_iteration(model.num_layers, platform) >= model.num_layers
-    width = jnp.dtype(config.weights_dtype or config.dtype).itemsize
-    of_device = width * model.num_params / shards_of("heads", GENERATE_RULES, mesh)
-    long = config.max_response_tokens >= _LONG_RESPONSE
-    return platform == "gpu" and long and of_device <= _MOST_LISTED
-
-
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
     """Checks that the parts of a sum divide over the devices that share it, and the rows of every device."""
     if model.has_state:
@@ -340,8 +326,8 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
         of_mlp = f" and {' and '.join(map(str, neurons))} neurons" if neurons else ""
         raise UserError(
             f"deterministic sampling sums over {heads} key-value heads{of_mlp} "
-            f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
-            f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
+            f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group (t_g "
+            f"of mesh.generate); choose a divisor of {parts}, or set deterministic to False"
         )
     shared = shards_of("experts", GENERATE_RULES, mesh)
     if model.num_experts % shared:

@@ -20,19 +20,29 @@ from flax import nnx
 
 from jaxrl.algos.logprobs import log_softmax_entropy, of_tokens
 from jaxrl.algos.truncation import kept_tokens
-from jaxrl.models.cache.cache_kind import Attention, Cache, DecodeStep, stacked_layers
+from jaxrl.models.cache.cache_kind import Attention, Cache, DecodeStep
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
-from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix, TopTokens
+from jaxrl.rollout.decode_state import (
+    DecodedTokens,
+    DecodeState,
+    Prefix,
+    TokenScores,
+    TopTokens,
+)
 from jaxrl.rollout.sampling import (
     MOST_TOP_LOGPROBS,
     draw,
+    draw_whole,
     forbid,
     gumbel_noise,
     largest,
     penalize,
 )
 from jaxrl.rollout.slot_programs import SlotPrograms
+
+# Places of which a scoring program has logits at the same time: 156 MB with 152k tokens.
+_SCORED_ROWS = 256
 
 
 class DecodeProgress(NamedTuple):
@@ -84,6 +94,26 @@ class ModelPrograms:
         adapter_P: jax.Array | None = None,
     ) -> Prefix:
         """Runs P sequences of `length_P` tokens, padded on the right, and returns their keys and values."""
+        return self._prefill(params, tokens_PT, length_P, adapter_P)[0]
+
+    def prefill_scored(
+        self,
+        params: Params,
+        tokens_PT: jax.Array,
+        length_P: jax.Array,
+        adapter_P: jax.Array | None = None,
+    ) -> tuple[Prefix, TokenScores]:
+        """`prefill` with the scores of all tokens but the first: entry t is about token t + 1."""
+        prefix, hidden_PTD = self._prefill(params, tokens_PT, length_P, adapter_P)
+        return prefix, self._scores(params, hidden_PTD, jnp.roll(tokens_PT, -1, axis=1))
+
+    def _prefill(
+        self,
+        params: Params,
+        tokens_PT: jax.Array,
+        length_P: jax.Array,
+        adapter_P: jax.Array | None,
+    ) -> tuple[Prefix, jax.Array]:
         model: Decoder = nnx.merge(self.graph, params)
         P, T = tokens_PT.shape
         positions_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
@@ -93,10 +123,39 @@ class ModelPrograms:
         # used: they are the only ones that depend on whether it is live.
         live_PT = positions_PT < length_P[:, None] - 1
         new = self.slots.cache.prefill(self.attention, one_segment_PT)
-        _, cache = new.run(model, tokens_PT, positions_PT, live_PT, self._compute_of(adapter_P))
-        return self.slots.layout.place(
-            Prefix(cache, tokens_PT, length_P - 1, _last(tokens_PT, length_P))
-        )
+        compute = self._compute_of(adapter_P)
+        hidden_PTD, cache = new.run(model, tokens_PT, positions_PT, live_PT, compute)
+        prefix = Prefix(cache, tokens_PT, length_P - 1, _last(tokens_PT, length_P))
+        return self.slots.layout.place(prefix), hidden_PTD
+
+    def _scores(self, params: Params, hidden_PTD: jax.Array, target_PT: jax.Array) -> TokenScores:
+        """Scores of the tokens `target_PT`, each after the place of the same index."""
+        model: Decoder = nnx.merge(self.graph, params)
+        P, T = target_PT.shape
+        # A block at a time: logits of all places at once may be larger than the weights.
+        block = min(T, max(1, _SCORED_ROWS // P))
+        padded = ((0, 0), (0, -T % block))
+        hidden = jnp.pad(hidden_PTD, (*padded, (0, 0))).reshape(P, -1, block, hidden_PTD.shape[-1])
+        target = jnp.pad(target_PT, padded).reshape(P, -1, block)
+
+        def scores(given: tuple[jax.Array, jax.Array]) -> TokenScores:
+            hidden_PBD, target_PB = given
+            logits_NV = model.logits(hidden_PBD.reshape(P * block, -1), compute=self.compute)
+            logits_NV = self.compute.constrain(logits_NV, ("batch", "vocab"))
+            logprobs_NV, _ = log_softmax_entropy(logits_NV)
+            logprob_N = of_tokens(logprobs_NV, target_PB.reshape(-1))
+            rank_N = 1 + (logprobs_NV > logprob_N[:, None]).sum(axis=1, dtype=jnp.int32)
+            token_NK = largest(logprobs_NV, min(MOST_TOP_LOGPROBS, logprobs_NV.shape[1]))
+            top = TopTokens(token_NK, jnp.take_along_axis(logprobs_NV, token_NK, axis=1))
+            return TokenScores(logprob_N, rank_N, top)
+
+        found = jax.lax.map(scores, (jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(target, 1, 0)))
+
+        def in_order(of_blocks: jax.Array) -> jax.Array:
+            blocks = of_blocks.reshape(-1, P, block, *of_blocks.shape[2:])
+            return jnp.moveaxis(blocks, 0, 1).reshape(P, -1, *blocks.shape[3:])[:, :T]
+
+        return jax.tree.map(in_order, found)
 
     def extend(
         self,
@@ -117,21 +176,43 @@ class ModelPrograms:
           length_P: int32 [P], number of new tokens; 0 leaves a sequence unchanged.
           adapter_P: see `_compute_of`.
         """
+        return self._extend(params, prefix, tokens_PT, length_P, adapter_P)[0]
+
+    def extend_scored(
+        self,
+        params: Params,
+        prefix: Prefix,
+        tokens_PT: jax.Array,
+        length_P: jax.Array,
+        adapter_P: jax.Array | None = None,
+    ) -> tuple[Prefix, TokenScores]:
+        """`extend` with the scores of the new tokens."""
+        prefix, hidden_PTD = self._extend(params, prefix, tokens_PT, length_P, adapter_P)
+        return prefix, self._scores(params, hidden_PTD, tokens_PT)
+
+    def _extend(
+        self,
+        params: Params,
+        prefix: Prefix,
+        tokens_PT: jax.Array,
+        length_P: jax.Array,
+        adapter_P: jax.Array | None,
+    ) -> tuple[Prefix, jax.Array]:
         model: Decoder = nnx.merge(self.graph, params)
         fed_PT = jnp.concatenate([prefix.token[:, None], tokens_PT[:, :-1]], axis=1)
         offset_PT = jnp.broadcast_to(jnp.arange(fed_PT.shape[1]), fed_PT.shape)
         positions_PT, live_PT = prefix.length[:, None] + offset_PT, offset_PT < length_P[:, None]
         on_top = self.slots.cache.extend(model, prefix.cache, prefix.length)
-        _, new = on_top.run(model, fed_PT, positions_PT, live_PT, self._compute_of(adapter_P))
+        compute = self._compute_of(adapter_P)
+        hidden_PTD, new = on_top.run(model, fed_PT, positions_PT, live_PT, compute)
         live_P = length_P > 0
         # Padding may exceed the capacity; JAX would then shift the write backwards. So widen the cache first.
         wide = self.slots.with_capacity(prefix, prefix.capacity + fed_PT.shape[1])
         wide = self.slots.append(wide, new, fed_PT, live_P)
         prefix = self.slots.with_capacity(wide, prefix.capacity)
         token_P = jnp.where(live_P, _last(tokens_PT, length_P), prefix.token)
-        return self.slots.layout.place(
-            dataclasses.replace(prefix, length=prefix.length + length_P, token=token_P)
-        )
+        prefix = dataclasses.replace(prefix, length=prefix.length + length_P, token=token_P)
+        return self.slots.layout.place(prefix), hidden_PTD
 
     def generate(
         self,
@@ -143,7 +224,7 @@ class ModelPrograms:
         """Decodes up to W tokens in every active slot; stops early at `least_active` active slots.
 
         Args:
-          params: weights in the generation layout, stacked or as of `Engine.for_decoding`.
+          params: weights in the generation layout.
           state: state of the slots; consumed. Its capacity exceeds the longest active sequence by W or more.
           least_active: int32 scalar, number of active slots at which to stop; 0 decodes while any is active.
           adapter_n: see `_compute_of`.
@@ -187,10 +268,9 @@ class ModelPrograms:
         adapter_n: jax.Array | None = None,
     ) -> tuple[DecodeState, Any]:
         """See `generate_edited`; `top` has room for what is found, or is None."""
-        model: Decoder = nnx.merge(self.graph, stacked_layers(params))
+        model: Decoder = nnx.merge(self.graph, params)
         cache, W = self.slots.cache, self.slots.tokens_per_dispatch
-        apart = isinstance(params["layers"], list)
-        past = cache.decoding(model, state.context.cache, state.context.length, apart=apart)
+        past = cache.decoding(model, state.context.cache, state.context.length)
         # For all new keys and values, and for the newest: the loop never scatters into the large cache
         # arrays.
         held = state.context.cache
@@ -263,7 +343,7 @@ class ModelPrograms:
         token_n, logprob_n, entropy_n = sample(
             logits_nV, state, state.count + i, self.stop_ids, seen, self.compute, rows_nV
         )
-        stopped_n = jnp.isin(token_n, jnp.array(self.stop_ids, jnp.int32))
+        stopped_n = jnp.isin(token_n, jnp.array(self.stop_ids, jnp.int32)) & state.stops
         stopped_n |= state.count + i + 1 >= state.limit
 
         def at_i(all_nW, new_n):
@@ -317,33 +397,49 @@ def sample(
       are of the whole vocabulary. Log-probabilities of slots with `Truncation.renormalized` are of the tokens
       that top-k, top-p and min-p keep of it.
     """
-    greedy_n = state.temperature == 0
-    scaled_nV = _scaled(logits_nV, state.temperature)
-    choice_nV = penalize(scaled_nV, state.truncation, seen)
-    if rows_nV is not None:
-        choice_nV += _scaled(rows_nV, state.temperature)
-    # The compiler does not see through the conditional and would gather the vocabulary on every device: 156
-    # MB a token for 256 slots of a 32B model (docs/paged_cache.md).
-    choice_nV = compute.constrain(choice_nV, ("batch", "vocab"))
-    choice_nV = forbid(choice_nV, state.truncation, position_n, stop_ids)
-    noise_nV = gumbel_noise(state.key, position_n, logits_nV.shape[-1])
-    noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
-    token_n = draw(choice_nV, noise_nV, state.truncation)
-    logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
+    limits, temperature_n = state.truncation, state.temperature
+    scaled_nV = _scaled(logits_nV, temperature_n)
+
+    def choice_of(x_nV: jax.Array) -> jax.Array:
+        """The logits that a token is drawn by."""
+        if rows_nV is not None:
+            x_nV = x_nV + _scaled(rows_nV, temperature_n)
+        return forbid(x_nV, limits, position_n, stop_ids)
+
+    def noise() -> jax.Array:
+        noise_nV = gumbel_noise(state.key, position_n, logits_nV.shape[-1])
+        return jnp.where((temperature_n == 0)[:, None], 0.0, noise_nV)
+
+    is_limited = (limits.keeps_some | (limits.repetition_penalty != 1)).any()
+    drawn = draw_whole(scaled_nV, lambda: choice_of(scaled_nV), noise, ~is_limited)
     # What is subtracted from a log-probability to renormalise it; 0 for slots that are not renormalised.
-    wanted_n = state.truncation.renormalized & state.truncation.keeps_some
-    limits = state.truncation
-    # `cond`: finding the last token that top-p keeps takes some 30 sums over V.
-    log_mass_n = jax.lax.cond(
-        wanted_n.any(),
-        lambda: jnp.where(
-            wanted_n,
-            kept_tokens(logprobs_nV, jax.tree.map(lambda x: x[:, None], limits)).log_mass[:, 0],
-            0.0,
-        ),
-        lambda: jnp.zeros(wanted_n.shape),
-    )
-    return token_n, of_tokens(logprobs_nV, token_n) - log_mass_n, entropy_n
+    wanted_n = limits.renormalized & limits.keeps_some
+
+    def limited() -> tuple[jax.Array, jax.Array]:
+        # The compiler does not see through the conditional and would gather the vocabulary on every device:
+        # 156 MB a token for 256 slots of a 32B model (docs/decoding.md).
+        axes = ("batch", "vocab")
+        x_nV = compute.constrain(logits_nV, axes)
+        penalized_nV = penalize(_scaled(x_nV, temperature_n), limits, seen)
+        penalized_nV = compute.constrain(penalized_nV, axes)
+        token_n = draw(choice_of(penalized_nV), noise(), limits)
+
+        def log_mass() -> jax.Array:
+            scaled_nV = _scaled(x_nV, temperature_n)
+            logprobs_nV = scaled_nV - drawn.largest[:, None] - drawn.log_total[:, None]
+            kept = kept_tokens(logprobs_nV, jax.tree.map(lambda x: x[:, None], limits))
+            return jnp.where(wanted_n, kept.log_mass[:, 0], 0.0)
+
+        # `cond`: finding the last token that top-p keeps takes some 30 sums over V.
+        log_mass_n = jax.lax.cond(wanted_n.any(), log_mass, lambda: jnp.zeros(wanted_n.shape))
+        logit_n1 = _scaled(of_tokens(x_nV, token_n)[:, None], temperature_n)
+        return token_n, drawn._replace(logit=logit_n1[:, 0]).logprob - log_mass_n
+
+    # One conditional around all that few samples need. Its branch scales logits and makes noise again: what
+    # it were given would be written to memory for every token.
+    plain = lambda: (drawn.token, drawn.logprob)  # noqa: E731
+    token_n, logprob_n = jax.lax.cond(is_limited, limited, plain)
+    return token_n, logprob_n, drawn.entropy
 
 
 def top_tokens(logits_nV: jax.Array, temperature_n: jax.Array, count: int) -> TopTokens:

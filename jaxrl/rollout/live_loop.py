@@ -1,6 +1,6 @@
 """Decodes requests that arrive at any time, each with its own settings.
 
-    submit_all --> waiting --> [decode loop: queue --> slot] --> Tokens, Tokens, ... --> listener
+    submit_all --> waiting --> [decode loop: queue --> slot] --> Decoded, Decoded, ... --> listener
                    cancel                    cancel
 
 A live loop has no thread. It is turned by one thread of every process:
@@ -15,11 +15,12 @@ programs.
 A sampling key depends only on the request's options and seed and the sample's index. So an answer does not
 depend on other requests.
 
-W tokens of a dispatch   T tokens of a prompt   R tokens that a turn adds to a sample
+W tokens of a dispatch   T tokens of a prompt
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import logging
@@ -34,7 +35,6 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End
-from jaxrl.rollout.decode_state import TopTokens
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
@@ -79,29 +79,6 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Tokens that a turn has added to a sample.
-
-    Attributes:
-      index: index of the sample in its request.
-      tokens: int32 [R], including the token that ended the sample.
-      logprob: float32 [R], log-probability of each token under the tempered distribution before truncation.
-      entropy: float32 [R], entropy of that distribution in nats.
-      version: version of the weights that drew them.
-      end: reason why the sample has ended; None if it continues.
-      top: the most probable tokens at each place, if `SamplingOptions.top_logprobs` asks for them.
-    """
-
-    index: int
-    tokens: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
-    version: int
-    end: End | None
-    top: TopTokens | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class LiveCounts:
     """What a loop has to do, and has done since it was made.
 
@@ -111,6 +88,7 @@ class LiveCounts:
       sampled: tokens that were sampled.
       prompt: tokens of prompts, each counted once for the samples of a request.
       known: those of `prompt` that earlier requests had in the cache.
+      stopped, full: samples that have ended with a stop, and at their limit.
     """
 
     waiting: int
@@ -118,11 +96,13 @@ class LiveCounts:
     sampled: int
     prompt: int
     known: int
+    stopped: int
+    full: int
 
 
 # Called by the thread that turns the loop, with the tokens of each sample in order, or with one error as the
 # last event. It must return at once and must not raise.
-Listener: TypeAlias = Callable[[Tokens | LiveError], None]
+Listener: TypeAlias = Callable[[Decoded | LiveError], None]
 
 
 @dataclasses.dataclass
@@ -177,6 +157,7 @@ class LiveLoop:
         )
         self._in_loop: dict[Sample, None] = {}
         self._sampled = 0
+        self._ended: collections.Counter[End] = collections.Counter()
 
     @property
     def accepting(self) -> bool:
@@ -190,9 +171,10 @@ class LiveLoop:
     @property
     def counts(self) -> LiveCounts:
         """The load, and the numbers of tokens so far."""
-        return LiveCounts(
-            *self.load, self._sampled, self._loop.prompt_tokens, self._loop.known_tokens
-        )
+        loop, ended = self._loop, self._ended
+        tokens = (self._sampled, loop.prompt_tokens, loop.known_tokens)
+        full = ended[End.FULL]
+        return LiveCounts(*self.load, *tokens, ended.total() - full, full)
 
     def check(self, request: Request) -> None:
         """Raises UserError for a request that is too long or too large.
@@ -328,10 +310,12 @@ class LiveLoop:
             arrived = [(ticket, _from_plain(plain)) for ticket, plain in sent]
         new: list[Sample] = []
         # Equal prompts that arrive together share a prefill.
-        starts: dict[tuple[int, bytes], Start] = {}
+        starts: dict[tuple[int, bool, bytes], Start] = {}
         for ticket, request in arrived:
-            key = (request.adapter, request.prompt.tobytes())
-            start = starts.setdefault(key, Start(request.prompt, request.adapter))
+            scored = request.options.scores_prompt
+            key = (request.adapter, scored, request.prompt.tobytes())
+            scores = [] if scored else None
+            start = starts.setdefault(key, Start(request.prompt, request.adapter, scores))
             new += _samples_of(ticket, request, start)
         # First, so that `clear` finds them if a device fails.
         self._in_loop.update(dict.fromkeys(new))
@@ -443,19 +427,15 @@ class LiveLoop:
             if sample.edits is not None and sample.edits.error:
                 broken[sample.owner] = LiveError(sample.edits.error)
                 continue
-            # Copies: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
-            tokens, logprob, entropy = (
-                x.copy() for x in (result.tokens, result.logprob, result.entropy)
-            )
-            top = None if result.top is None else TopTokens(*(x.copy() for x in result.top))
-            added = Tokens(sample.index, tokens, logprob, entropy, result.version, end, top)
-            self._notify(sample.owner, added)
+            if end is not None:
+                self._ended[end] += 1
+            self._notify(sample.owner, result)
         for ticket, error in broken.items():
             _LOG.error("request %d: %s", ticket, error)
             self._notify(ticket, error)
         self._drop(broken)
 
-    def _notify(self, ticket: int, event: Tokens | LiveError) -> None:
+    def _notify(self, ticket: int, event: Decoded | LiveError) -> None:
         """Calls the listener of a request; forgets the request after its last event."""
         with self._changed:
             opened = self._open.get(ticket)
@@ -504,7 +484,7 @@ def _from_plain(plain: dict[str, Any]) -> Request:
     options = {
         **plain["options"],
         "truncation": truncation_of(**plain["options"]["truncation"]),
-        "stop_strings": tuple(plain["options"]["stop_strings"]),
+        **{name: tuple(plain["options"][name]) for name in ("stop_strings", "stop_ids")},
     }
     prompt = np.array(plain["prompt"], np.int32)
     return Request(**{**plain, "prompt": prompt, "options": SamplingOptions(**options)})

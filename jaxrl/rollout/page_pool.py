@@ -57,7 +57,7 @@ class PagePool:
         self._users_SN = np.zeros((shards, num_pages), np.int32)
         # The first `_num_empty_S` entries of a row are the free pages of a shard with unknown content; the
         # last of them is taken next. The other free pages are kept, the least recently used first.
-        # Page 0 is the last entry of a row, behind the empty ones, so nobody gets it.
+        # Page 0 is the last entry of a row, behind the empty ones, so no slot gets it.
         self._free_SN = np.tile(np.arange(num_pages - 1, -1, -1, dtype=np.int32), (shards, 1))
         self._num_empty_S = np.full(shards, num_pages - 1)
         self._kept: list[dict[int, None]] = [{} for _ in range(shards)]

@@ -126,10 +126,6 @@ class RolloutConfig(EngineSettings):
                 "a stop string is empty, which would end every response at once; drop it"
             )
 
-    def prompts_per_batch(self, *, dynamic_sampling: bool) -> int:
-        """The number of prompts of a generation batch; `dynamic_sampling` is the dataflow's."""
-        return self.generation_prompts if dynamic_sampling else self.num_prompts
-
     @property
     def partial(self) -> bool:
         """Whether samples may stay unfinished at the end of a step."""

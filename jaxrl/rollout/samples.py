@@ -10,21 +10,16 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
-from jaxrl.types import Completions, LazyRows, Prompts, TurnText, repeated
+from jaxrl.types import Completions, LazyRows, Prompts, Stretch, TurnText, repeated
 
-
-class _Piece(NamedTuple):
-    """Tokens added by one call: int32 ids, float32 logprobs and entropies, and their version."""
-
-    tokens: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
-    version: int
+if TYPE_CHECKING:
+    # Settings import this file, and the first error for a wrong setting does not wait for flax.
+    from jaxrl.rollout.decode_state import TokenScores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,10 +30,13 @@ class Start:
       tokens: int32 [T].
       adapter: number of the adapter, which is at place `adapter % EngineConfig.adapter_places` of the stack.
         What comes later to the same place has another number. 0 without a stack.
+      scores: a list that gets the scores of all tokens but the first when they are prefilled; None if they
+        are not wanted. Such tokens share no known pages.
     """
 
     tokens: np.ndarray
     adapter: int = 0
+    scores: list[TokenScores] | None = None
 
 
 class Sample:
@@ -52,7 +50,8 @@ class Sample:
       truncated: whether it ended because it reached the length limit.
       holder: the group of processes (`mesh.replica_groups`) that has its tokens; -1 if all have them. Others
         know its length when it is finished; before, one place with the version of its first token.
-      session: what the session of an agent has left so far, as JSON (`agents.agent_groups`); its tokens are
+      sampled: its tokens so far.
+      session: what the session of an agent has left so far, as JSON; its tokens are
         those of all its answers. None for a sample without an agent.
       routes: int16 [T - 1, L, A], experts that each token of prompt and sample but the last took, with the
         newest weights that ran it; None if the engine does not keep them, and until the sample is finished.
@@ -80,11 +79,10 @@ class Sample:
         self.holder = -1
         self.session: dict[str, Any] | None = None
         self.routes: np.ndarray | None = None
-        self._pieces: list[_Piece] = []
-        self._count = 0
+        self.sampled = Stretch.concatenate([])
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.sampled)
 
     def request(
         self,
@@ -128,36 +126,24 @@ class Sample:
         moved.finished, moved.truncated = self.finished, self.truncated
         moved.holder = self.holder
         moved.session, moved.routes = self.session, self.routes
-        # The list is copied, its pieces are never changed.
-        moved._pieces, moved._count = list(self._pieces), self._count
+        moved.sampled = self.sampled
         return moved
 
-    def add_decoded(
-        self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
-    ) -> None:
-        """Appends tokens that the policy of this version has decoded; the sample keeps the arrays."""
-        if len(tokens):
-            self._pieces.append(_Piece(tokens, logprob, entropy, version))
-            self._count += len(tokens)
+    def add(self, new: Stretch) -> None:
+        """Appends tokens; the sample keeps the arrays of the first ones."""
+        self.sampled = Stretch.concatenate([self.sampled, new])
 
-    def add_runs(
-        self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: np.ndarray
-    ) -> None:
-        """Appends tokens, each with the version of the policy that has decoded it."""
-        changes = np.flatnonzero(np.diff(version)) + 1
-        for run in np.split(np.arange(len(tokens)), changes) if len(tokens) else ():
-            self.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
+    @property
+    def tokens(self) -> np.ndarray:
+        """Int32 [R]."""
+        return self.sampled.tokens
 
     @property
     def runs(self) -> list[tuple[int, int]]:
         """Version and number of consecutive tokens of one version, in order."""
-        runs: list[tuple[int, int]] = []
-        for piece in self._pieces:
-            count = len(piece.tokens)
-            if runs and runs[-1][0] == piece.version:
-                count += runs.pop()[1]
-            runs.append((piece.version, count))
-        return runs
+        version = self.sampled.version
+        runs = np.split(version, np.flatnonzero(np.diff(version)) + 1)
+        return [(int(run[0]), len(run)) for run in runs if len(run)]
 
     def set_runs(self, runs: Iterable[tuple[int, int]]) -> None:
         """Puts places (ids of -1, and NaN) where its tokens were; another process has these.
@@ -165,50 +151,10 @@ class Sample:
         Args:
           runs: as in the property `runs`.
         """
-        self.cut(0)
+        self.sampled = Stretch.concatenate([])
         for version, count in runs:
             nan = repeated(math.nan, count, np.float32)
-            self.add_decoded(repeated(-1, count, np.int32), nan, nan, version)
-
-    def cut(self, count: int) -> None:
-        """Removes all tokens after the first `count`."""
-        while self._count > count:
-            tokens, logprob, entropy, version = self._pieces.pop()
-            keep = max(0, len(tokens) - (self._count - count))
-            self._count -= len(tokens) - keep
-            if keep:
-                kept = (tokens[:keep], logprob[:keep], entropy[:keep])
-                self._pieces.append(_Piece(*kept, version))
-
-    def tail(self, count: int) -> np.ndarray:
-        """The last `count` tokens, int32, or all of them if there are fewer."""
-        taken: list[np.ndarray] = []
-        for piece in reversed(self._pieces):
-            if count <= 0:
-                break
-            taken.append(piece.tokens[-count:])
-            count -= len(piece.tokens)
-        return np.concatenate([*taken[::-1], np.zeros(0, np.int32)])
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Int32 [R]."""
-        return self._joined(lambda p: p.tokens, np.int32)
-
-    @property
-    def logprob(self) -> np.ndarray:
-        """Float32 [R]."""
-        return self._joined(lambda p: p.logprob, np.float32)
-
-    @property
-    def entropy(self) -> np.ndarray:
-        """Float32 [R]."""
-        return self._joined(lambda p: p.entropy, np.float32)
-
-    @property
-    def version(self) -> np.ndarray:
-        """Int32 [R], policy version of each token: the training step of its weights."""
-        return self._joined(lambda p: repeated(p.version, len(p.tokens), np.int32), np.int32)
+            self.add(Stretch(repeated(-1, count, np.int32), nan, nan, version))
 
     @property
     def oldest_version(self) -> int:
@@ -216,12 +162,8 @@ class Sample:
         if self.session is not None:
             # Its answers were not sampled one after another.
             return self.session["oldest"]
-        # A piece is never older than the one before it.
-        return self._pieces[0].version if self._pieces else np.iinfo(np.int64).max
-
-    def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
-        parts = [of(piece) for piece in self._pieces]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
+        # A token is never older than the one before it.
+        return int(self.sampled.version[0]) if len(self) else np.iinfo(np.int64).max
 
 
 def oldest_version(samples: Sequence[Sample]) -> int:
@@ -296,7 +238,7 @@ class UnfinishedGroups:
             **{
                 name: np.array([getattr(s, name) for s in samples], np.int64) for name in _OF_SAMPLE
             },
-            **{name: _flat([getattr(s, name) for s in samples]) for name in _OF_TOKEN},
+            **{name: _flat([getattr(s.sampled, name) for s in samples]) for name in _OF_TOKEN},
         }
 
     @staticmethod
@@ -310,12 +252,12 @@ class UnfinishedGroups:
         of_sample = zip(*(record[name].tolist() for name in _OF_SAMPLE), strict=True)
         of_token = (_cut(record[name], record["lengths"]) for name in _OF_TOKEN)
         samples = []
-        for numbers, tokens, logprob, entropy, version in zip(of_sample, *of_token, strict=True):
+        for numbers, *arrays in zip(of_sample, *of_token, strict=True):
             prompt, index, step, finished, truncated = numbers
             sample = Sample(prompt, index, step)
             sample.finished, sample.truncated = bool(finished), bool(truncated)
             samples.append(sample)
-            sample.add_runs(tokens, logprob, entropy, version)
+            sample.add(Stretch(*arrays))
         for sample, session in zip(samples, record["sessions"], strict=True):
             sample.session = session
         shapes = record["routes_shape"]
@@ -365,15 +307,16 @@ def completions_of(
     fetch: Callable[[Completions, np.ndarray], Completions] | None = None,
 ) -> Completions:
     """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
-    tokens = tuple(sample.tokens for sample in samples)
+    sampled = [sample.sampled for sample in samples]
+    tokens = tuple(x.tokens for x in sampled)
     made, rows = Texts(tokens, decode_texts), range(len(tokens))
     routes = [sample.routes for sample in samples if sample.routes is not None]
     return Completions(
         prompts=prompts,
         num_samples=num_samples,
         tokens=tokens,
-        rollout_logprob=tuple(sample.logprob for sample in samples),
-        entropy=tuple(sample.entropy for sample in samples),
+        rollout_logprob=tuple(x.logprob for x in sampled),
+        entropy=tuple(x.entropy for x in sampled),
         truncated_B=np.array([sample.truncated for sample in samples], bool),
         texts=LazyRows([functools.partial(made.text, b) for b in rows]),
         turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
@@ -382,7 +325,7 @@ def completions_of(
         routes=tuple(routes) if len(routes) == len(samples) else (),
         holder_B=np.array([sample.holder for sample in samples], np.int32),
         fetch=fetch,
-        version=tuple(sample.version for sample in samples),
+        version=tuple(x.version for x in sampled),
     )
 
 

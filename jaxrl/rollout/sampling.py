@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algos.truncation import Truncation, as_rows, least_before_top_p, total
-from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
+from jaxrl.checks import MAX_VOCABULARY, at_least, between, check_value, token_count
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
-GREEDY_OR_TEMPERATURE = Range(0.01, 100, or_zero=True)
+GREEDY_OR_TEMPERATURE = between(0.01, 100, or_zero=True)
 
 # Allowed ranges of the fields of `Truncation`.
 TOP_K = at_least(0, at_most=MAX_VOCABULARY)
@@ -81,12 +81,15 @@ class SampleEdits(Protocol):
     """Changes of one sample's logits, made on the host from its tokens; see `SamplingOptions.edits`.
 
     Attributes:
-      change: whether they change with every token, so that dispatches decode one.
       error: reason why the sample cannot go on; "" if it can.
     """
 
-    change: bool
     error: str
+
+    @property
+    def change(self) -> bool:
+        """Whether they change with the next token, so that dispatches decode one."""
+        ...
 
     def add(self, tokens: np.ndarray) -> None:
         """Reads the next tokens of the sample, int32 [R]."""
@@ -120,6 +123,11 @@ class SamplingOptions:
       truncation: limits on the tokens that can be drawn, as scalars, and whether log-probabilities are
         renormalised over these tokens.
       stop_strings: texts that end a sample, as a stop id does. Tokens after the stop string are removed.
+        Special tokens have no text: `Tokenizer.ids_named_by` finds those that are meant for `stop_ids`.
+      stop_ids: token ids that end a sample, besides those of the engine. They are searched on the host, so
+        they cost as much as stop strings, and `min_tokens` does not forbid them.
+      ignores_stop_ids: whether the stop ids of the engine do not end a sample.
+      scores_prompt: whether a live loop reports the log-probabilities of the prompt's tokens.
       budget_tokens: maximum number of tokens that one call adds to a sample, which is then left unfinished; 0
         means no limit.
       edits: further changes of the logits, made on the host; None for none.
@@ -134,6 +142,9 @@ class SamplingOptions:
     temperature: float = 1.0
     truncation: Truncation = dataclasses.field(default_factory=truncation_of)
     stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignores_stop_ids: bool = False
+    scores_prompt: bool = False
     budget_tokens: int = 0
     edits: LogitEdits | None = None
     top_logprobs: int = 0
@@ -213,17 +224,113 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
     return jnp.where(is_largest_SV, token_V, V - 1).min(axis=-1)
 
 
+class Drawn(NamedTuple):
+    """A token of each slot and the sums over the vocabulary that its log-probability is made of, [S] each.
+
+    Attributes:
+      token: int32, the drawn token.
+      logit: scaled logit of this token.
+      largest: largest scaled logit.
+      log_total: log of the sum of exp(scaled logit - largest).
+      entropy: entropy of softmax(scaled logits), nats.
+    """
+
+    token: jax.Array
+    logit: jax.Array
+    largest: jax.Array
+    log_total: jax.Array
+    entropy: jax.Array
+
+    @property
+    def logprob(self) -> jax.Array:
+        """Log-probability of the token without truncation."""
+        return self.logit - self.largest - self.log_total
+
+
+def draw_whole(
+    scaled_logits_SV: jax.Array,
+    choice: Callable[[], jax.Array],
+    noise: Callable[[], jax.Array],
+    needs_tokens: jax.Array | bool = True,
+) -> Drawn:
+    """Draws from the whole vocabulary, the tokens of `sample_tokens`.
+
+    Args:
+      scaled_logits_SV: logits that log-probabilities and entropies are of.
+      choice, noise: functions that return [S, V], the logits that tokens are drawn by and their noise.
+      needs_tokens: whether tokens and their logits are used.
+    """
+    # XLA on CPU computes a reduction of several arrays serially. Elsewhere several reductions read the logits
+    # several times: 16 times on a GPU, noise and log-probabilities written among them.
+    return jax.lax.platform_dependent(
+        scaled_logits_SV,
+        cpu=lambda x_SV: by_reductions(x_SV, choice, noise, needs_tokens),
+        default=lambda x_SV: by_one_reduction(x_SV, choice(), noise()),
+    )
+
+
+def by_reductions(
+    x_SV: jax.Array,
+    choice: Callable[[], jax.Array],
+    noise: Callable[[], jax.Array],
+    needs_tokens: jax.Array | bool,
+) -> Drawn:
+    """`draw_whole` for CPU."""
+    # Noise costs as much as all sums.
+    token_S = jax.lax.cond(
+        needs_tokens,
+        lambda: sample_tokens(choice(), noise()),
+        lambda: jnp.zeros(len(x_SV), jnp.int32),
+    )
+    top_S1 = x_SV.max(axis=-1, keepdims=True)
+    below_SV = x_SV - top_S1
+    weight_SV = jnp.exp(below_SV)
+    sum_S, sum_below_S = total(weight_SV)[:, 0], total(weight_SV * below_SV)[:, 0]
+    logit_S = jnp.take_along_axis(x_SV, token_S[:, None], axis=-1)[:, 0]
+    log_S = jnp.log(sum_S)
+    return Drawn(token_S, logit_S, top_S1[:, 0], log_S, log_S - sum_below_S / sum_S)
+
+
+def by_one_reduction(x_SV: jax.Array, choice_SV: jax.Array, noise_SV: jax.Array) -> Drawn:
+    """`draw_whole` in one pass over the logits, with the sums of a running softmax."""
+
+    def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top = jnp.maximum(a[0], b[0])
+        keep_a, keep_b = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
+        # The sums of weights, and of weights times how far logits are below the top, for the new top.
+        weight = a[1] * keep_a + b[1] * keep_b
+        below_a, below_b = (part[2] + part[1] * (part[0] - top) for part in (a, b))
+        first = (a[3] > b[3]) | ((a[3] == b[3]) & (a[4] < b[4]))
+        chosen = (jnp.where(first, of_a, of_b) for of_a, of_b in zip(a[3:], b[3:], strict=True))
+        return top, weight, below_a * keep_a + below_b * keep_b, *chosen
+
+    V = x_SV.shape[-1]
+    token_SV = jax.lax.broadcasted_iota(jnp.int32, x_SV.shape, 1)
+    ones = jnp.ones_like(x_SV)
+    operands = (x_SV, ones, jnp.zeros_like(x_SV), choice_SV + noise_SV, token_SV, x_SV)
+    # Finite, since the distance of two infinities is NaN.
+    lowest = jnp.finfo(jnp.float32).min
+    start = (lowest, 0.0, 0.0, -jnp.inf, V, jnp.nan)
+    types = (x.dtype for x in operands)
+    start = tuple(jnp.array(x, dtype) for x, dtype in zip(start, types, strict=True))
+    top_S, sum_S, sum_below_S, _, token_S, logit_S = jax.lax.reduce(operands, start, join, (1,))
+    # No comparison with NaN is true.
+    token_S = jnp.where(jnp.isnan(top_S), V - 1, jnp.minimum(token_S, V - 1))
+    log_S = jnp.log(sum_S)
+    return Drawn(token_S, logit_S, top_S, log_S, log_S - sum_below_S / sum_S)
+
+
 def penalize(
     scaled_logits_SV: jax.Array, truncation: Truncation, seen: Callable[[], jax.Array]
 ) -> jax.Array:
     """Applies the repetition penalty to logits [S, V]; calls `seen` (bool [S, V]) only if there is one."""
     # The penalty preserves signs, so it may follow the division by the temperature.
     x_SV, penalty_S1 = scaled_logits_SV, truncation.repetition_penalty[:, None]
-    return jax.lax.cond(
-        (truncation.repetition_penalty != 1).any(),
-        lambda: jnp.where(seen(), jnp.where(x_SV > 0, x_SV / penalty_S1, x_SV * penalty_S1), x_SV),
-        lambda: x_SV,
+    # Only the tokens come out of the conditional: logits would be copied.
+    seen_SV = jax.lax.cond(
+        (truncation.repetition_penalty != 1).any(), seen, lambda: jnp.zeros(x_SV.shape, bool)
     )
+    return jnp.where(seen_SV, jnp.where(x_SV > 0, x_SV / penalty_S1, x_SV * penalty_S1), x_SV)
 
 
 def forbid(

@@ -146,6 +146,7 @@ class SlotPrograms:
                 count=ints((n,)),
                 limit=ints((n,)),
                 active=jnp.zeros((n,), bool),
+                stops=jnp.ones((n,), bool),
                 decoded=DecodedTokens(
                     ints((n,)), ints((n, W)), jnp.zeros((n, W)), jnp.zeros((n, W))
                 ),
@@ -160,6 +161,7 @@ class SlotPrograms:
         seed: jax.Array,
         step: jax.Array,
         temperature: jax.Array,
+        stops: jax.Array,
         truncation: Truncation,
     ) -> DecodeState:
         """Starts samples in the assigned slots.
@@ -168,7 +170,7 @@ class SlotPrograms:
           prefix: prefilled sequences; its capacity is at most that of the state.
           state: state of the slots; consumed.
           assignment: sequence of each slot that starts.
-          seed, step, temperature, truncation: scalars, the same for all of these samples.
+          seed, step, temperature, stops, truncation: scalars, the same for all of these samples.
         """
         new_n = assignment.source >= 0
 
@@ -189,6 +191,7 @@ class SlotPrograms:
                 count=put(state.count, assignment.count),
                 limit=put(state.limit, assignment.limit),
                 active=put(state.active, True),
+                stops=put(state.stops, stops),
                 decoded=dataclasses.replace(state.decoded, count=put(state.decoded.count, 0)),
             )
         )
@@ -202,7 +205,7 @@ class SlotPrograms:
             makes an idle slot.
         """
         used_m = slot_m >= 0
-        # 0 stands for -1: that copy is not active, and nobody reads it.
+        # 0 stands for -1: that copy is not active and never read.
         taken = self._take(state, jnp.where(used_m, slot_m, 0))
         return self.layout.place(taken.replace(active=taken.active & used_m))
 

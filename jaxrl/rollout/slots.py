@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import (
     Assignment,
     DecodedTokens,
     DecodeState,
     Prefix,
+    TokenScores,
     TopTokens,
 )
 from jaxrl.rollout.engine import Engine, host_inputs
@@ -42,7 +42,7 @@ _DISPATCHES_AHEAD = 3
 
 
 def prefilled(engine: Engine, params: Params, starts: Sequence[Start]) -> Prefix:
-    """Prefills sequences; long ones in chunks.
+    """Prefills sequences; long ones in chunks. Scores those that ask for it (`Start.scores`).
 
     Args:
       engine, params: engine and weights of the model.
@@ -54,12 +54,31 @@ def prefilled(engine: Engine, params: Params, starts: Sequence[Start]) -> Prefix
     # An unused batch entry holds one token, because prefill accepts no empty sequence; it is never read.
     heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
     adapter_P = adapters_on_device(engine, [start.adapter for start in starts], P)
-    prefix = engine.prefill(params, *_padded(engine, heads), *adapter_P)
-    if longest <= chunk:
-        return prefix
-    prefix = engine.widen(prefix, capacity=round_up(engine.prefix_sizes, longest))
-    rests = [s[chunk:] for s in sequences] + [np.zeros(0, np.int32)] * (P - len(sequences))
-    return _extended(engine, params, prefix, rests, adapter_P)
+    scores: list[TokenScores] | None = None
+    given = (params, *_padded(engine, heads), *adapter_P)
+    if any(start.scores is not None for start in starts):
+        prefix, first = engine.prefill_scored(*given)
+        scores = [first]
+    else:
+        prefix = engine.prefill(*given)
+    if longest > chunk:
+        prefix = engine.widen(prefix, capacity=round_up(engine.prefix_sizes, longest))
+        rests = [s[chunk:] for s in sequences] + [np.zeros(0, np.int32)] * (P - len(sequences))
+        prefix = _extended(engine, params, prefix, rests, adapter_P, scores)
+    if scores is not None:
+        # The first program has no score of the first token, the others have scores of all of their tokens.
+        ends = [chunk - 1, *[chunk] * (len(scores) - 1)]
+        found = engine.fetch(scores)
+        for row, start in enumerate(starts):
+            if start.scores is not None:
+                parts = [
+                    jax.tree.map(lambda x, row=row, end=end: x[row, :end], part)
+                    for part, end in zip(found, ends, strict=True)
+                ]
+                most = len(start.tokens) - 1
+                joined = jax.tree.map(lambda *x, most=most: np.concatenate(x)[:most], *parts)
+                start.scores[:] = [joined]
+    return prefix
 
 
 def adapters_on_device(engine: Engine, numbers: Sequence[int], rows: int) -> tuple[jax.Array, ...]:
@@ -79,12 +98,21 @@ def _extended(
     prefix: Prefix,
     parts: Sequence[np.ndarray],
     adapter_P: tuple[jax.Array, ...],
+    scores: list[TokenScores] | None = None,
 ) -> Prefix:
-    """Appends each part to its sequence, chunk by chunk; returns the new prefix."""
+    """Appends each part to its sequence, chunk by chunk; returns the new prefix.
+
+    Adds the scores of each chunk to `scores`, if it is given.
+    """
     chunk = engine.config.chunk_tokens
     for start in range(0, max(len(part) for part in parts), chunk):
         now = [part[start : start + chunk] for part in parts]
-        prefix = engine.extend(params, prefix, *_padded(engine, now), *adapter_P)
+        given = (params, prefix, *_padded(engine, now), *adapter_P)
+        if scores is None:
+            prefix = engine.extend(*given)
+        else:
+            prefix, of_chunk = engine.extend_scored(*given)
+            scores.append(of_chunk)
     return prefix
 
 
@@ -102,7 +130,8 @@ def settings_on_device(engine: Engine, options: SamplingOptions) -> tuple[Any, .
     """How tokens are drawn, on the devices, as the last arguments of `Engine.insert`."""
     # The transfer is slow, so callers should reuse the result.
     seed, step = np.uint32(options.seed), np.int32(options.step)
-    scalars = host_inputs(engine.mesh, seed, step, np.float32(options.temperature))
+    stops = np.bool_(not options.ignores_stop_ids)
+    scalars = host_inputs(engine.mesh, seed, step, np.float32(options.temperature), stops)
     limits, structure = jax.tree.flatten(options.truncation)
     return *scalars, jax.tree.unflatten(structure, host_inputs(engine.mesh, *limits))
 
@@ -164,7 +193,7 @@ class Slots:
 
     def load_adapters(self, adapters: Params) -> None:
         """Takes another stack of adapters; all other weights stay."""
-        self.params = lora.join(adapters, self.params)
+        self.params = self.engine.with_adapters(adapters, self.params)
         if self._for_decoding is not None:
             self._for_decoding = self.engine.with_adapters(adapters, self._for_decoding)
 
@@ -173,7 +202,7 @@ class Slots:
         self._state: DecodeState | None = None
         self._rounds: jax.Array | None = None
         self._top: TopTokens | None = None
-        # A copy of the layers (`Engine.lists_layers`).
+        # A copy of the layers (`Engine.splits_layers`).
         self._for_decoding = None
         self.pages: SlotPages | None = None
         if self.engine.pages is not None:
@@ -374,7 +403,7 @@ class Slots:
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
         state = self._taken_state()
-        # The state is out meanwhile: a device that has failed fails here, and nobody must use its slots.
+        # The state is out meanwhile: a device that has failed fails here, and its slots must not be used.
         fetched = self.engine.fetch((state.active, state.decoded))
         self._state = state
         return fetched

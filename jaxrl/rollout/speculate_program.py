@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.cache.cache_kind import stacked_layers
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.generate_program import ModelPrograms, sample, seen_tokens
@@ -71,14 +70,12 @@ class SpeculatingPrograms(ModelPrograms):
         Returns:
           The state, and the number of rounds of all rows, an int32 scalar.
         """
-        model: Decoder = nnx.merge(self.graph, stacked_layers(params))
+        model: Decoder = nnx.merge(self.graph, params)
         state = state.replace(decoded=jax.tree.map(jnp.zeros_like, state.decoded))
         rows = self.slots.taken(state, slot_m)
         # Made outside of the loop, because some caches split the weights of all layers here.
-        apart = isinstance(params["layers"], list)
-        layers = self.slots.cache.extend(
-            model, rows.context.cache, rows.context.length, apart=apart
-        ).layers
+        on_top = self.slots.cache.extend(model, rows.context.cache, rows.context.length)
+        layers = on_top.layers
 
         def unfinished(progress: tuple[DecodeState, jax.Array]):
             rows, _ = progress
@@ -171,7 +168,7 @@ class SpeculatingPrograms(ModelPrograms):
         right_mk = fed_mT[:, 1:] == token_mT[:, :-1]
         # The first draw follows the newest token, which is right.
         count_m = 1 + jnp.cumprod(right_mk, axis=1, dtype=jnp.int32).sum(axis=1)
-        ends_mT = jnp.isin(token_mT, jnp.array(self.stop_ids, jnp.int32))
+        ends_mT = jnp.isin(token_mT, jnp.array(self.stop_ids, jnp.int32)) & rows.stops[:, None]
         ends_mT |= position_mT + 1 >= rows.limit[:, None]
         # Without an end it is behind all draws.
         before_end_m = 1 + jnp.where(ends_mT.any(axis=1), ends_mT.argmax(axis=1), T)

@@ -1,4 +1,4 @@
-"""Finds the token at which a stop string ends.
+"""Finds the token at which a stop string ends, and stop ids that the devices do not know.
 
 Example, one token per character, with the stop string "ab":
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -159,13 +160,17 @@ class StopSearch:
         )
 
 
+# The stop strings and stop ids of a sample.
+Stops: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
+
+
 class StopsOfSlots:
-    """The stop strings of the samples in n slots, and the newest token of each slot that has some."""
+    """Stop strings per slot, with the last token of the slots that have stop strings."""
 
     def __init__(self, search: StopSearch, num_slots: int):
         self._search = search
-        # Whether each slot has these stop strings, bool [n].
-        self._has_n: dict[tuple[str, ...], np.ndarray] = {}
+        # Whether each slot has these stops, bool [n].
+        self._has_n: dict[Stops, np.ndarray] = {}
         self._newest_n = np.full(num_slots, NO_TOKEN, np.int32)
 
     def moved(self, old_n: np.ndarray) -> StopsOfSlots:
@@ -175,20 +180,20 @@ class StopsOfSlots:
         moved._newest_n = self._newest_n[old_n]
         return moved
 
-    def set(self, slots: np.ndarray, stop_strings: Sequence[tuple[str, ...]]) -> None:
-        """Sets the stop strings of slots in which samples start.
+    def set(self, slots: np.ndarray, stops: Sequence[Stops]) -> None:
+        """Sets the stops of slots in which samples start.
 
         Args:
           slots: int [m].
-          stop_strings: m tuples of texts; an empty one means that nothing is searched.
+          stops: m pairs; if both are empty nothing is searched.
         """
         self._newest_n[slots] = NO_TOKEN
         for stop, has_n in list(self._has_n.items()):
             has_n[slots] = False
             if not has_n.any():
                 del self._has_n[stop]
-        for slot, stop in zip(slots.tolist(), stop_strings, strict=True):
-            if stop:
+        for slot, stop in zip(slots.tolist(), stops, strict=True):
+            if any(stop):
                 nowhere = np.zeros(len(self._newest_n), bool)
                 self._has_n.setdefault(stop, nowhere)[slot] = True
 
@@ -199,7 +204,7 @@ class StopsOfSlots:
         count_n: np.ndarray,
         tail: Callable[[int, int], np.ndarray],
     ) -> dict[int, int]:
-        """Number of tokens after the first stop string, for the slots in which one has ended.
+        """Number of tokens after the first stop string or stop id, for the slots that have come to one.
 
         Args:
           busy: int, slots with a sample.
@@ -208,9 +213,16 @@ class StopsOfSlots:
           tail: function from a slot and a count to the last tokens of its turn, at most `count`.
         """
         cuts: dict[int, int] = {}
-        for stop, has_n in self._has_n.items():
+        for (stop, stop_ids), has_n in self._has_n.items():
             slots = busy[has_n[busy]]
             tokens, count = token_nW[slots], count_n[slots]
+            if stop_ids:
+                is_new = np.arange(tokens.shape[1]) < count[:, None]
+                at_id = np.isin(tokens, stop_ids) & is_new
+                for row in np.flatnonzero(at_id.any(axis=1)).tolist():
+                    cuts[int(slots[row])] = int(count[row] - at_id[row].argmax() - 1)
+            if not stop:
+                continue
             before = self._newest_n[slots]
             # At 4,096 slots a dispatch takes 0.8 ms on average, and 16 ms if all of them are turned into
             # text.
@@ -223,5 +235,6 @@ class StopsOfSlots:
                 text = tail(slot, newest + more)
                 end = end_of_stop(text, newest, stop, self._search.decode_text)
                 if end is not None:
-                    cuts[slot] = len(text) - end
+                    # The first of both.
+                    cuts[slot] = max(len(text) - end, cuts.get(slot, 0))
         return cuts

@@ -4,9 +4,9 @@ Orbax writes them. Each holds the training state of every role (weights, optimis
 record (position in the data, state of the run). A complete checkpoint gets a manifest with checksums, because
 Orbax would restore compressed weights with a flipped bit without an error.
 
-    checkpoints/20/...           the files that Orbax writes
-    metrics.jsonl                the metric rows of step 20 and before, then later ones
-    checkpoints.seals/20.json    the manifest: size and CRC-32 of each file and of those rows; written last
+    checkpoints/20/...               the files that Orbax writes
+    metrics.jsonl                    the metric rows of step 20 and before, then later ones
+    checkpoints.manifests/20.json    the manifest, written last: size and CRC-32 of each file and those rows
 
 A checkpoint without a manifest was never finished, or was copied or removed in part. An unreadable manifest
 invalidates its own checkpoint only.
@@ -40,6 +40,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.errors import UserError
+from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
@@ -120,9 +121,9 @@ class StoredCheckpoints:
     def fault(self, step: int) -> str | None:
         """Returns why a checkpoint is damaged or unfinished; None if it is intact. Reads all of its files."""
         try:
-            written = _read_manifest(self.paths.manifest(step).read_bytes())
-        except FileNotFoundError:
-            return NO_MANIFEST
+            if not self.paths.manifest(step).exists():
+                return NO_MANIFEST
+            written = _read_manifest(read_bytes(self.paths.manifest(step), absent=""))
         except (OSError, ValueError, RecursionError) as error:
             return f"its manifest cannot be read ({error})"
         try:
@@ -141,7 +142,7 @@ class StoredCheckpoints:
     def rows(self, step: int) -> RowChecksum | None:
         """The checksum of the metric rows up to a checkpoint; None if the manifest has none or is damaged."""
         try:
-            written = _read_manifest(self.paths.manifest(step).read_bytes())
+            written = _read_manifest(read_bytes(self.paths.manifest(step), absent=""))
             return RowChecksum(*written[_ROWS])
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             # `fault` reports a damaged manifest.
@@ -259,7 +260,7 @@ class Checkpoints:
             states = jax.tree.map(np.array, states)
         # JSON has no arrays: they go beside the record, where Orbax stores them as they are.
         arrays: dict[str, np.ndarray] = {}
-        record = _without_arrays(record, "", arrays)
+        record = _without_arrays(record, arrays)
         items: dict[str, Any] = {_ARRAYS: ocp.args.StandardSave(arrays)} if arrays else {}
         with self._disk_errors():
             saved = self._open().save(
@@ -529,20 +530,24 @@ def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:
     )
 
 
-def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    # A copy of a record in which the name of each array takes its place; fills `arrays` by name.
+def _without_arrays(record: Any, arrays: dict[str, np.ndarray]) -> Any:
+    # A copy of a record in which the number of each array takes its place; fills `arrays` by number.
     #
-    # Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
+    # Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": "0"}, "step": 3}. A name of a
+    # user's that begins with "__array__" gets a "_" more.
     if isinstance(record, UnfinishedGroups):
         # Only now, and not after every step: 1.2 s for 32 million tokens.
         record = record.record()
     if isinstance(record, np.ndarray):
         if not record.size:  # Orbax stores no empty arrays
             return {_ARRAY: "", "dtype": str(record.dtype)}
-        arrays[path] = record
-        return {_ARRAY: path}
+        arrays[name := str(len(arrays))] = record
+        return {_ARRAY: name}
     if isinstance(record, dict):
-        return {key: _without_arrays(x, f"{path}.{key}", arrays) for key, x in record.items()}
+        return {
+            f"{key}_" if key.startswith(_ARRAY) else key: _without_arrays(x, arrays)
+            for key, x in record.items()
+        }
     return record
 
 
@@ -553,7 +558,10 @@ def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
     if _ARRAY in record:
         name = record[_ARRAY]
         return np.asarray(arrays[name]) if name else np.zeros(0, record["dtype"])
-    return {key: _with_arrays(value, arrays) for key, value in record.items()}
+    return {
+        key.removesuffix("_") if key.startswith(_ARRAY) else key: _with_arrays(value, arrays)
+        for key, value in record.items()
+    }
 
 
 def _numbered(names: Iterable[str]) -> list[int]:

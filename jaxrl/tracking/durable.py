@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxrl.errors import UserError
+from jaxrl.files import open_regular
 from jaxrl.mesh import hosts
 from jaxrl.tracking.run_folder import RunFolder
 
@@ -82,15 +83,18 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     # In the same folder, because only there a rename is atomic.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb", buffering=0) as file:
+        # Opening a pipe would wait for its other end.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb", buffering=0) as file:
             _write_all(file.fileno(), content)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except IsADirectoryError as error:
-        temporary.unlink()
+        if not temporary.is_dir():
+            temporary.unlink()
         raise UserError(
-            f"{path} is a folder, and a file has to be written there; remove it, or choose another output "
-            "folder"
+            f"{path if path.is_dir() else temporary} is a folder, and a file has to be written there; remove "
+            "it, or choose another output folder"
         ) from error
     except OSError as error:
         # A partial file is useless and would keep the disk full.
@@ -105,7 +109,7 @@ class AppendedFile:
     def __init__(self, path: str | os.PathLike[str]):
         self._path = path
         # Unbuffered: a buffer would try to write a failed record again when the file is closed.
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = open_written(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def append(self, record: bytes, *, durable: bool = True) -> None:
         """Appends a record.
@@ -139,6 +143,21 @@ class AppendedFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def open_written(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file of a run for writing; returns its descriptor. `flags` are as of `os.open`.
+
+    Raises:
+      UserError: if another kind of file is in its place, or it cannot be opened.
+    """
+    try:
+        return open_regular(path, flags)
+    except OSError as error:
+        raise UserError(
+            f"{os.fspath(path)} cannot be written ({error.strerror}); remove it, or choose another output "
+            "folder"
+        ) from error
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
@@ -192,7 +211,8 @@ def take_lock(path: Path, setting: str = "--config.name") -> IO[str]:
 
     Arguments and errors as in `run_lock`.
     """
-    folder, file = path.parent, path.open("a+", errors="replace")
+    descriptor = open_written(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    folder, file = path.parent, os.fdopen(descriptor, "a+", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (

@@ -9,19 +9,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import socket
-import struct
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
+from tensorboardX import SummaryWriter
 
 from jaxrl.errors import UserError
-from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
+from jaxrl.files import read_text
+from jaxrl.tracking.durable import ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import StageFolder
 
 
@@ -46,38 +42,25 @@ class _TensorBoard:
     def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
         directory = folder.tensorboard
         ensure_writable(directory)
-        # The time has a resolution of one second. The number keeps the name unique if a run is resumed
-        # within the same second.
         number = sum(1 for _ in directory.iterdir())
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
-        # Not tensorboardX's writer, of which only the encoding is used: its thread dies on a disk error, and
-        # later steps then wait for it forever.
-        self._file = AppendedFile(directory / name)
-        start = SessionLog(status=SessionLog.START)
-        first_step = 0 if resume_step is None else resume_step + 1
-        self._append(
-            Event(wall_time=time.time(), file_version="brain.Event:2"),
+        self._writer = SummaryWriter(
+            str(directory),
             # TensorBoard discards events of earlier files from this step on.
-            Event(wall_time=time.time(), step=first_step, session_log=start),
+            purge_step=0 if resume_step is None else resume_step + 1,
+            # No limit: the writer's thread dies on a disk error, and a full queue would wait for it forever.
+            max_queue=0,
+            # A run is watched while it goes on, and an end without warning loses this much of it here.
+            flush_secs=5,
+            # The name has a time in seconds. The number keeps it unique if a run is resumed within one.
+            filename_suffix=f".{number}",
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        now_s = time.time()
-        summaries = (scalar(key, value) for key, value in values.items())
-        self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
-
-    def _append(self, *events: Any) -> None:
-        # All events of a step in one append: a step is in the file whole or not at all.
-        records = b""
-        for event in events:
-            # A TFRecord: length, checksum of the length, content, checksum of the content.
-            content = event.SerializeToString()
-            for part in (struct.pack("<Q", len(content)), content):
-                records += part + struct.pack("<I", masked_crc32c(part))
-        self._file.append(records)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._file.close()
+        self._writer.close()
 
 
 class _Hosted:
@@ -117,7 +100,7 @@ def _wandb(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logg
     # steps with the same values, so nothing is lost.
     path = folder.path / "wandb_run_id"
     if resume_step is not None and path.exists():
-        run_id = path.read_text().strip()
+        run_id = read_text(path, absent="remove it").strip()
     else:
         run_id = uuid.uuid4().hex[:12]
         write_atomically(path, run_id.encode())

@@ -12,7 +12,12 @@ import dataclasses
 import pathlib
 from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, Rule, at_least, count, settings, steps
+from pydantic import AfterValidator
+
+from jaxrl.checks import NAME, PATH, at_least, count, settings, steps
+
+CONTENT = "content of "
+"""What a line of `RunFolder.config` begins with that has the digest of a file, by its setting's name."""
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 """Names of loggers (`tracking.loggers`). Each but TensorBoard needs the extra of its name."""
@@ -24,15 +29,11 @@ def split_logger(entry: str) -> tuple[str, str]:
     return name, project
 
 
-class _LoggerRule(Rule):
-    """Accepts entries of `run.loggers`."""
-
-    def fault(self, value: str) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        name, colon, project = value.partition(":")
-        if name not in LOGGERS or (colon and (name == "tensorboard" or not project)):
-            return f"is no logger; use {', '.join(LOGGERS)}, or wandb:PROJECT"
-        return NAME.fault(project)
+def _logger(entry: str) -> str:
+    name, colon, project = entry.partition(":")
+    if name not in LOGGERS or (colon and (name == "tensorboard" or not project)):
+        raise ValueError(f"is no logger; use {', '.join(LOGGERS)}, or wandb:PROJECT")
+    return entry
 
 
 @settings
@@ -43,18 +44,21 @@ class RunConfig:
     """Parent folder of runs; a run is in <output>/<name>/seed<seed>."""
     num_steps: Annotated[int, steps(0)] = 100
     """Number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone."""
-    save_every: Annotated[int, steps(1)] = 10
-    """Number of steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: Annotated[int, count(1)] = 2
-    """Number of newest checkpoints to keep."""
-    resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
+    save_every: Annotated[int, steps(0)] = 10
+    """Number of steps between checkpoints; the last step is always saved. 0 saves it alone."""
+    keep_checkpoints: Annotated[int, count(0)] = 2
+    """Number of newest checkpoints to keep; 0 keeps all."""
+    resume: Literal["auto", "or_restart", "accept_lost_rows", "accept_other_settings", "never"] = (
+        "auto"
+    )
     """What a command does in the folder of an earlier run. "auto" continues from the newest
-    intact checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has
-    lost metric rows. "or_restart" starts such a stage again and moves its old files aside.
-    "accept_lost_rows" continues without the lost rows. "never" refuses a folder that contains a
+    intact checkpoint; it refuses a stage that has started and has no intact checkpoint, or has
+    lost metric rows, and a run that was made with other settings. "or_restart" starts such a
+    stage again and moves its old files aside. "accept_lost_rows" continues without the lost rows,
+    "accept_other_settings" with the settings of now. "never" refuses a folder that contains a
     run.
     """
-    loggers: tuple[Annotated[str, _LoggerRule()], ...] = ("tensorboard",)
+    loggers: tuple[Annotated[str, NAME, AfterValidator(_logger)], ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl: "tensorboard", "wandb" (Weights & Biases),
     "trackio". The last two need the extra of their name. "wandb:PROJECT" names a project; it is
     the recipe's name by default.
@@ -74,7 +78,7 @@ class RunConfig:
             raise ValueError(f"loggers {self.loggers} has a logger twice; name each once")
 
 
-# Hashed by its path though not frozen: the subclasses set further paths, and nobody changes one.
+# Hashed by its path though not frozen: the subclasses set further paths, and none is changed.
 @dataclasses.dataclass(unsafe_hash=True)
 class _Folder:
     """A folder, equal to another one of its kind with the same path; `path` is the folder itself."""
@@ -95,8 +99,7 @@ class CheckpointFolder(_Folder):
 
     def __init__(self, path: pathlib.Path):
         super().__init__(path)
-        # The name that the folders of earlier runs have.
-        self.manifests = path.with_name(f"{path.name}.seals")
+        self.manifests = path.with_name(f"{path.name}.manifests")
         self.damaged = path.with_name(f"{path.name}.damaged")
 
     def step(self, step: int) -> pathlib.Path:
@@ -149,7 +152,8 @@ class RunFolder(_Folder):
     """Folder <output>/<name>/seed<seed> of a run.
 
     Attributes:
-      config: all settings, one per line.
+      config: all settings, one per line, and digests of the files that they name.
+      inputs: objects that a call of `jaxrl.api` has kept, under the digests of their contents.
       lock: the lock file, which the run holds while it is running.
       model: folder of the files of an exported model besides the weights: config.json and the tokenizer.
       trained_model: the trained reward or cost model, as a Hugging Face directory.
@@ -161,6 +165,7 @@ class RunFolder(_Folder):
     def __init__(self, path: pathlib.Path):
         super().__init__(path)
         self.config = path / "config.txt"
+        self.inputs = path / "inputs"
         self.lock = path / "lock"
         self.model = path / "model"
         self.trained_model = path / "trained_model"

@@ -8,7 +8,14 @@
      "old_logprob": [-0.01, ...], "given": [5, 6]}}
 
 If grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
-wrong. `token_pieces` is the last key, so that lists of samples can skip parsing it: `text` has the string of
+wrong.
+
+The `prompt` of an agent's sample is what the policy saw first, with system message and tools; the text of its
+problem is `problem`. If the agent failed, `failure` is {"kind": "agent", "message": "LookupError: no tool
+(my_agent.py:12)", "traceback": "..."}; verdict and rewards are null, `stop_reason` is "failed", and the
+completion is what was said before.
+
+`token_pieces` is the last key, so that lists of samples can skip parsing it: `text` has the string of
 each token, `rollout_logprob` its log-probability under the sampler, `old_logprob` that under the trainer (if
 known), and `given` the indices of tokens that were not sampled, or are trained elsewhere. A response with
 tokens of older weights than the step's newest has `version`, that of each token's weights. Further
@@ -23,13 +30,13 @@ import functools
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.data.tokenizer import TextStream, Tokenizer
 from jaxrl.roles.packing import Packing
-from jaxrl.types import Branch, Scored
+from jaxrl.types import AgentFailure, Branch, GraderFailure, Scored
 
 # The last key of a row.
 TOKEN_STRINGS = "token_pieces"
@@ -40,7 +47,7 @@ _DIGITS = 4
 
 def sample_rows(
     scored: Scored,
-    token_strings: TokenStrings | None,
+    token_strings: TokenStrings,
     *,
     stop_ids: Collection[int],
     terms: Sequence[str] = ("grader",),
@@ -51,7 +58,7 @@ def sample_rows(
 
     Args:
       scored: the responses.
-      token_strings: converts tokens to strings; None leaves `token_pieces` out.
+      token_strings: converts tokens to strings.
       stop_ids: tokens that end a response.
       terms: names of the rewards whose weighted sum is the score.
       step: step of the run; None leaves it out.
@@ -59,12 +66,13 @@ def sample_rows(
     """
     completions = scored.completions
     prompts, G = completions.prompts, completions.num_samples
+    agents = completions.of_agents
     newest = max((int(v.max(initial=0)) for v in completions.version), default=0)
 
     def of_tokens(text: Sequence[str], row: Branch) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "text": text,
-            "rollout_logprob": list(map(_number, row.rollout_logprob)),
+            "rollout_logprob": list(map(_number, row.logprob)),
         }
         if given := np.flatnonzero(row.mask == 0).tolist():
             fields["given"] = given
@@ -73,12 +81,9 @@ def sample_rows(
         return fields
 
     for b in range(len(completions)):
-        n = b // G
-        tokens, failure = completions.tokens[b], scored.failures[b]
-        stopped = len(tokens) and int(tokens[-1]) in stop_ids
-        reason = "stop_token" if stopped else "stop_string"
-        if completions.truncated_B[b]:
-            reason = "length"
+        n, said = b // G, _said(scored, b)
+        tokens, failure = said.main.tokens, scored.failures[b] or said.failure
+        text = completions.texts[b] if said.failure is None else token_strings.text(tokens)
         row: dict[str, Any] = {} if step is None else {"step": step}
         row |= {
             "source": prompts.sources[n],
@@ -86,10 +91,10 @@ def sample_rows(
             "sample": b % G,
             "prompt": prompts.texts[n],
             "answer": prompts.answers[n],
-            "completion": completions.texts[b],
+            "completion": text,
             "prediction": scored.predictions[b],
             "correct": bool(scored.correct_B[b]),
-            "failure": failure and dataclasses.asdict(failure),
+            "failure": failure and _failure(failure),
             "score": _number(scored.score_B[b]),
             "shaping": _number(scored.shaping_B[b]),
             "reward": _number(scored.reward_B[b]),
@@ -97,20 +102,72 @@ def sample_rows(
                 name: _number(x) for name, x in zip(terms, scored.term_BK[b], strict=True)
             },
             "length": len(tokens),
-            "truncated": bool(completions.truncated_B[b]),
-            "stop_reason": reason,
-            "entropy": _number(completions.entropy[b].mean()) if len(tokens) else None,
+            "truncated": said.main.truncated,
+            "stop_reason": _stop_reason(said.main, stop_ids),
+            "entropy": _number(said.main.entropy[said.main.mask > 0].mean())
+            if said.main.mask.any()
+            else None,
         }
-        if token_strings is not None:
-            fields = of_tokens(token_strings(tokens, completions.texts[b]), completions.branch(b))
-            if (of_trainer := (old_logprob or {}).get(b)) is not None:
-                fields["old_logprob"] = list(map(_number, of_trainer))
-            if (agents := completions.of_agents) is not None and agents.branches[b]:
-                fields["branches"] = [
-                    of_tokens(token_strings(x.tokens), x) for x in agents.branches[b]
-                ]
-            row[TOKEN_STRINGS] = fields
+        if agents is not None:
+            row["problem"] = prompts.texts[n]
+            # Without a conversation there is only the problem.
+            row["prompt"] = "".join(token_strings(said.prompt)) or prompts.texts[n]
+        if said.failure is not None:
+            nothing = dict.fromkeys(("correct", "score", "shaping", "reward"))
+            row |= nothing | {"stop_reason": "failed", "reward_parts": dict.fromkeys(terms)}
+        fields = of_tokens(token_strings(tokens, text), said.main)
+        if (of_trainer := (old_logprob or {}).get(b)) is not None and said.failure is None:
+            fields["old_logprob"] = list(map(_number, of_trainer))
+        if said.further:
+            fields["branches"] = [of_tokens(token_strings(x.tokens), x) for x in said.further]
+        row[TOKEN_STRINGS] = fields
         yield row
+
+
+class _Said(NamedTuple):
+    """What was said in a sample.
+
+    Attributes:
+      prompt: tokens before the response, int32.
+      main: the response.
+      further: further conversations of an agent.
+      failure: why the agent failed; None if it did not.
+    """
+
+    prompt: np.ndarray
+    main: Branch
+    further: tuple[Branch, ...] = ()
+    failure: AgentFailure | None = None
+
+
+def _said(scored: Scored, b: int) -> _Said:
+    completions, agents = scored.completions, scored.completions.of_agents
+    prompt = completions.prompts.tokens[b // completions.num_samples]
+    if agents is None:
+        return _Said(prompt, completions.branch(b))
+    if (failure := agents.failures[b]) is None:
+        # Without tokens its conversations have no prompt in common with those of its group.
+        own = prompt if len(completions.tokens[b]) else prompt[:0]
+        return _Said(own, completions.branch(b), agents.branches[b])
+    if not failure.said:
+        return _Said(prompt[:0], completions.branch(b), (), failure)
+    main, *further = failure.said
+    first = int(np.argmax(main.mask)) if main.mask.any() else len(main.tokens)
+    rest = Branch(*main[first:].arrays, main.mask[first:], main.truncated)
+    return _Said(main.tokens[:first], rest, tuple(further), failure)
+
+
+def _failure(failure: GraderFailure | AgentFailure) -> dict[str, str]:
+    if isinstance(failure, GraderFailure):
+        return dataclasses.asdict(failure)
+    return {"kind": "agent", "message": failure.message, "traceback": failure.traceback}
+
+
+def _stop_reason(response: Branch, stop_ids: Collection[int]) -> str:
+    if response.truncated:
+        return "length"
+    tokens = response.tokens
+    return "stop_token" if len(tokens) and int(tokens[-1]) in stop_ids else "stop_string"
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
@@ -137,6 +194,10 @@ class TokenStrings:
             if token.special
         }
         self._strings: dict[int, str] = {}
+
+    def text(self, tokens: np.ndarray) -> str:
+        """The text of tokens, without special tokens."""
+        return self._tokenizer.decode(tokens.tolist())
 
     def __call__(self, tokens: np.ndarray, text: str | None = None) -> list[str]:
         """The string that each token adds to the text; "" for a token that begins a character.

@@ -11,11 +11,11 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_text
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import AppendedFile, write_atomically
-from jaxrl.tracking.run_folder import RunFolder, parse_config
+from jaxrl.tracking.run_folder import CONTENT, RunFolder, parse_config
 
 # Settings that may differ between a recorded run and one that repeats it.
 _FREE = ("name", "rollout.schedule", "mesh.simulated_devices")
-_FREE_GROUPS = ("run.", "hosts.")
+_FREE_GROUPS = (CONTENT, "run.", "hosts.")
 
 
 class ScheduleFile:
@@ -79,8 +79,7 @@ def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, Version
         try:
             fields = json.loads(line)
             drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
-            # Earlier schedules have none.
-            members = tuple(int(g) for g in fields.pop("members", ()))
+            members = tuple(int(g) for g in fields.pop("members"))
             if sorted(groups := set(members)) != [*range(len(groups))]:
                 raise ValueError(f"members {[*members]} leave a group out")
             row = VersionRow(drawn=drawn, members=members, **fields)

@@ -36,7 +36,7 @@ class StageCheckpoints(Checkpoints):
         self,
         folder: StageFolder,
         *,
-        keep: int,
+        keep: int | None,
         may_restart: bool,
         processes: Collection[int] | None = None,
     ):
@@ -44,7 +44,7 @@ class StageCheckpoints(Checkpoints):
 
         Args:
           folder: folder of the stage.
-          keep: number of the newest checkpoints that are kept.
+          keep: number of the newest checkpoints that are kept; None keeps all.
           may_restart: whether a stage without a usable checkpoint starts again.
           processes: as for `Checkpoints`.
         """
@@ -82,8 +82,8 @@ class StageCheckpoints(Checkpoints):
             [*remains, f"{rows} rows in {self._folder.metrics.name}"] if rows else remains
         )
         raise UserError(
-            f"{self._folder} has begun and no intact checkpoint is left ({found}); restore {checkpoints} and "
-            f"{manifests} from where they are whole, use another `name`, or begin the stage again with "
+            f"{self._folder} has started and no intact checkpoint is left ({found}); restore {checkpoints} "
+            f"and {manifests} from where they are whole, use another `name`, or begin the stage again with "
             "--config.run.resume=or_restart, which moves what is there aside"
         )
 
@@ -138,7 +138,7 @@ class StageCheckpoints(Checkpoints):
         failed = f"step {self._noted_step + 1}"
         if self.saved_step is None or not wait_for_all_processes(f"{failed} failed", _MEET_S):
             return None
-        fault = "had begun to change the weights"
+        fault = "had started to change the weights"
         if self._num_updates == {name: role.num_updates for name, role in learners.items()}:
             fault = "was not finished"
             try:
@@ -168,7 +168,9 @@ def lost_rows(folder: StageFolder) -> str | None:
     for step in reversed(stored.manifest_steps):
         # Read the manifest before the rows: a run at work only appends to the rows.
         written = stored.rows(step)
-        content = folder.metrics.read_bytes() if folder.metrics.exists() else b""
+        content = b""
+        if folder.metrics.exists():
+            content = read_bytes(folder.metrics, absent="remove it")
         if written is None or written.matches(content):
             return None
         # Reading a whole checkpoint is slow, so it is done only after a mismatch.

@@ -72,15 +72,17 @@ class Evaluation:
         """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
         scored = answered(actor, self._run.evaluation_prompts, self._options, self._grading)
         if when in ("before", "after") and hosts.is_first():
-            completions = scored.completions
+            completions, counts_NG = scored.completions, scored.counts_NG
             samples = [
                 {
-                    "prompt": completions.prompts.texts[i],
-                    "answer": completions.prompts.answers[i],
-                    "text": completions.texts[i * completions.num_samples],
-                    "correct": bool(scored.correct_B[i * completions.num_samples]),
+                    "prompt": completions.prompts.texts[n],
+                    "answer": completions.prompts.answers[n],
+                    "text": completions.texts[b],
+                    "correct": bool(scored.correct_B[b]),
                 }
-                for i in range(min(_REPORT_SAMPLES, len(completions.prompts)))
+                # The first that no agent failed on.
+                for n, counts_G in enumerate(counts_NG[:_REPORT_SAMPLES])
+                for b in (n * len(counts_G) + np.flatnonzero(counts_G)[:1]).tolist()
             ]
             path = self._run.config.run_folder.samples(when)
             write_atomically(path, json.dumps(samples, indent=1).encode())

@@ -16,16 +16,19 @@ from typing import Any, TypeVar
 
 from jaxrl.config.schema import Config
 from jaxrl.config.shapes import check_weights, tokenizer_directory
+from jaxrl.data.curriculum import load_sampler
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.problems import ProblemReader
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.mesh.pools import Placement, Pool, take_devices
+from jaxrl.mesh.pools import Placement, take_devices
+from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.rewards.user import reward_function
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.tracking.run_folder import split_logger
-from jaxrl.trainer.role_table import ROLES
+from jaxrl.trainer.resolved import Resolved
+from jaxrl.trainer.role_table import ROLES, RoleKind
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
 from jaxrl.user_code import bundled_file, load_agent, load_function
 
@@ -51,16 +54,20 @@ class Faults:
             self.found.append(f"{setting}: {error}")
             return None
 
-    def check(self) -> None:
-        """Raises one UserError with all messages; returns if there are none."""
+    def check(self, *, has_plan: bool = False) -> None:
+        """Raises one UserError with all messages; returns if there are none.
+
+        Args:
+          has_plan: whether --dry_run would show a plan, which the message then says.
+        """
         if not self.found:
             return
         count = len(self.found)
         things = "one thing" if count == 1 else f"{count} things"
         listed = " ".join(f"({i}) {fault}." for i, fault in enumerate(self.found, start=1))
         raise UserError(
-            f"this run lacks {things}: {listed} Paths are relative to {pathlib.Path.cwd()}; "
-            "--dry_run shows the plan without devices and weights"
+            f"this run lacks {things}: {listed} Paths are relative to {pathlib.Path.cwd()}"
+            + has_plan * "; --dry_run shows the plan without devices and weights"
         )
 
 
@@ -112,47 +119,33 @@ class Findings:
     own_tokenizers: Mapping[str, Tokenizer]
 
 
-def find_everything(
-    config: Config, kind: RunKind, pools: Sequence[Pool], devices: Sequence[Any]
-) -> Findings:
+def find_everything(resolved: Resolved, kind: RunKind, devices: Sequence[Any]) -> Findings:
     """Finds everything that a run needs.
 
     Args:
-      config: config of the run.
+      resolved: config of the run, with its pools.
       kind: kind of run.
-      pools: pools of the config's placement.
       devices: devices that the run may use.
 
     Raises:
       UserError: something is missing or broken. One message names all such things.
     """
-    faults = Faults()
-    placement = faults("devices", lambda: take_devices(pools, devices))
+    config, faults = resolved.config, Faults()
+    placement = faults("devices", lambda: take_devices(resolved.pools, devices))
     faults("weights", lambda: check_weights(config))
     directory, tokenizer = tokenizer_directory(config), None
     if directory:
         template = bundled_file(config.tokenizer.chat_template)
-        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory, chat_template=template))
+        files = {"chat_template": template, "model": config.weights}
+        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory, **files))
     # Training problems need no ground truth if no reward reads it.
     problems = ProblemReader(config.data, needs_truths=not kind.rewards or needs_truths(config))
     # A reader keeps what it has read, so this is no extra work.
     for name, read in problems.readers.items():
         faults(name, read)
-    loggers = [split_logger(entry)[0] for entry in config.run.loggers]
-    packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
-    packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
+    find_packages(config, faults)
     if path := config.rollout.agent:
-        # Agents talk to the policy over HTTP.
-        needed = ("httptools", "openai", "pydantic", "starlette", "uvicorn")
-        packages |= dict.fromkeys(needed, "rollout.agent")
         faults("rollout.agent", functools.partial(load_agent, path))
-    for package, setting in packages.items():
-        # Looked for, not imported: only the run itself needs it.
-        if package and importlib.util.find_spec(package) is None:
-            faults.found.append(
-                f"{setting}: the package {package} is not installed; run pip install {package}, or do "
-                "without it"
-            )
     demonstrations, pairs, own_tokenizers = None, {}, {}
     if config.sft.num_steps and config.sft.path:
         read_file = functools.partial(read_demonstrations, config.sft.path, source=config.sft.path)
@@ -165,25 +158,48 @@ def find_everything(
         for name, function in config.reward.functions.items():
             path = function["path"]
             faults(f"reward.functions.{name}", functools.partial(reward_function, path))
-        own_tokenizers = _check_roles(config, {r for pool in pools for r in pool.roles}, faults)
+        if config.data.sampler:
+            faults("data.sampler", functools.partial(load_sampler, config.data.sampler))
+        own_tokenizers = _check_roles(config, resolved.roles, faults)
     if kind.pairs:
         pairs = _pairs(config, faults)
-    faults.check()
+    faults.check(has_plan=kind.rewards)
     assert placement is not None, "`check` has raised otherwise"
     return Findings(placement, problems, tokenizer, demonstrations or (), pairs, own_tokenizers)
 
 
-def _check_roles(config: Config, roles: set[str], faults: Faults) -> dict[str, Tokenizer]:
+def find_packages(config: Config, faults: Faults) -> None:
+    """Looks for the packages of loggers, driver and agent, and imports none: only the run needs them."""
+    loggers = [split_logger(entry)[0] for entry in config.run.loggers]
+    packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
+    packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
+    if config.rollout.agent:
+        # Agents talk to the policy over HTTP.
+        needed = ("httptools", "openai", "pydantic", "starlette", "uvicorn")
+        packages |= dict.fromkeys(needed, "rollout.agent")
+    for package, setting in packages.items():
+        if package and importlib.util.find_spec(package) is None:
+            faults.found.append(
+                f"{setting}: the package {package} is not installed; run pip install {package}, or do "
+                "without it"
+            )
+
+
+def _check_roles(config: Config, roles: Sequence[str], faults: Faults) -> dict[str, Tokenizer]:
     """Checks the models of roles with weights of their own; returns their own tokenizers."""
     # Both critics have the same setting, which is checked once.
     by_setting = {kind.setting: role for role, kind in ROLES.items() if role in roles}
     tokenizers = {}
     for setting, role in by_setting.items():
         if directory := ROLES[role].weights(config):
-            own = faults(setting, functools.partial(ROLES[role].check, config, directory))
+            own = faults(setting, functools.partial(_check_role, ROLES[role], directory))
             if own is not None:
                 tokenizers[role] = own
     return tokenizers
+
+
+def _check_role(kind: RoleKind, directory: str) -> Tokenizer | None:
+    return kind.check(read_config(directory), directory)
 
 
 def _pairs(config: Config, faults: Faults) -> dict[str, Any]:

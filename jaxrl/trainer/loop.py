@@ -80,10 +80,10 @@ class Schedule:
 
     Attributes:
       num_steps: number of steps of the stage.
-      save_every: number of steps between checkpoints. The last step has one too.
+      save_every: number of steps between checkpoints. The last step has one too. 0 saves it alone.
       log_every: number of steps between rows of metrics. The last step has one too.
       evaluate_every: number of steps between evaluations; one more runs before the first step and one after
-        the last. 0 disables evaluation.
+        the last. 0 disables evaluation, and -1 all but that before the first step.
     """
 
     num_steps: int
@@ -93,7 +93,7 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps."""
-        return self.ends(step) or step % self.save_every == 0
+        return self.ends(step) or (self.save_every > 0 and step % self.save_every == 0)
 
     def logs(self, step: int) -> bool:
         """Whether a row of metrics is due after `step` steps."""
@@ -297,7 +297,7 @@ class Loop:
             raise UserError(
                 f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
                 f"checkpoint: {'none' if saved is None else f'step {saved}'}). Lower the learning rate or "
-                "the gradient clip, or look at the batch of this step"
+                "the gradient clip and go on by run.resume=accept_other_settings, or look at the batch"
             )
         self.step += 1
         self._checkpoints.record = stage.record()
@@ -311,13 +311,13 @@ class Loop:
                     self._checkpoints.start_saving(self.step, stage.learners)
             seconds = time.perf_counter() - self._step_started_s
             self._step_started_s = time.perf_counter()
-            tokens = metrics.get("perf/total_num_tokens", math.nan)
+            if (tokens := metrics.get("perf/total_num_tokens")) is not None:
+                metrics = metrics | {"perf/throughput": tokens / (seconds * self._num_devices)}
             metrics = metrics | self._timers.take()
             metrics |= {
                 "training/global_step": self.step,
                 "timing_s/step": seconds,
                 "perf/time_per_step": seconds,
-                "perf/throughput": tokens / (seconds * self._num_devices),
                 "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
             }
             metrics |= timing_per_token(metrics) | work_rates(metrics)
@@ -368,7 +368,7 @@ def open_loop(
     config = run.config
     checkpoints = StageCheckpoints(
         folder,
-        keep=config.run.keep_checkpoints,
+        keep=config.run.keep_checkpoints or None,
         may_restart=config.run.resume == "or_restart",
         processes={device.process_index for device in run.placement.pool_of("actor").devices},
     )

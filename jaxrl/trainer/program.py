@@ -26,6 +26,7 @@ from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
+from jaxrl.trainer.open_settings import is_settled
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.role_table import ROLES
@@ -102,11 +103,6 @@ def fine_tune(run: RunContext, stop: StopSignal) -> None:
     actor.close()
 
 
-def is_settled(config: Config) -> bool:
-    """Whether no setting is open ("auto"); only such a config can run."""
-    return not config.mesh.searched and config.rollout.slots != "auto"
-
-
 def weight_fingerprints(config: Config) -> dict[str, str]:
     """A digest of each folder of weights that a config names, as far as they are on this machine."""
     named = [config.weights, config.adapter, *(kind.weights(config) for kind in ROLES.values())]
@@ -160,7 +156,7 @@ def train(
     """
     if not is_settled(config):
         raise UserError(
-            'mesh.layout or rollout.slots is "auto", which jaxrl.planner.resolve.resolved decides before a '
+            'mesh.layout or rollout.slots is "auto", which trainer.open_settings.resolved decides before a '
             "run; call it first, as every command does, or set mesh.layout to as_given and rollout.slots to "
             "a number"
         )

@@ -25,6 +25,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.config.shapes import stop_ids_of
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.free_running import FreeRunning
@@ -35,7 +36,7 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.kept_rollouts import KeptRollouts
-from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.context import RunContext, training_prompts
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.role_table import ROLES
@@ -53,10 +54,10 @@ def reinforce(run: RunContext, stop: StopSignal) -> None:
       UserError: too few groups have both right and wrong answers, or a metric is not finite.
     """
     config = run.config
-    roles = build_roles(config, run.meshes, run.models)
+    roles = build_roles(run.resolved, run.meshes, run.models)
     every = config.evaluation.every if len(run.evaluation_prompts) else 0
     schedule = Schedule(config.run.num_steps, config.run.save_every, evaluate_every=every)
-    title = run.algorithm.dataflow.title
+    title = run.resolved.dataflow.title
     loop = open_loop(run, title, config.run_folder.rl, schedule, stop)
     loop.run(RlStage(run, roles, loop, functools.partial(starting_params, run, stop)))
 
@@ -86,7 +87,8 @@ class RlStage(TrainingStage):
             called only if they are needed.
 
         Raises:
-          UserError: a reward function cannot be imported, or a recorded schedule cannot be repeated.
+          UserError: a reward function cannot be imported, `data.sampler` cannot choose the prompts, or a
+            recorded schedule cannot be repeated.
         """
         config = run.config
         self._run = run
@@ -97,17 +99,17 @@ class RlStage(TrainingStage):
         self._evaluation = Evaluation(run, self._graders)
         self._state = StepState.of(run)
         recorded = recorded_schedule(config)
+        self.prompts = training_prompts(run)
         # It starts a process, and only `close` ends it: nothing after this may raise.
         self._functions = reward_functions(config, timer)
         rewards = rewards_of(config, roles, timer, self._graders, self._functions)
-        self._sampling = RunSampling(run, roles.actor, timer, rewards, recorded)
-        self.prompts = self._sampling.prompts
+        self._sampling = RunSampling(run, roles.actor, timer, rewards, self.prompts, recorded)
         self._rollouts = KeptRollouts(
             config.run,
             config.run_folder,
             run.tokenizer,
             timer,
-            stop_ids=(*run.tokenizer.stop_ids, *config.rollout.stop_ids),
+            stop_ids=stop_ids_of(config.rollout, run.tokenizer),
             terms=rewards.term_names,
             # A step that trains on the sampler's log-probabilities has none of the trainer's.
             has_old_logprob=not config.algorithm.correction.bypass,
@@ -140,11 +142,12 @@ class RlStage(TrainingStage):
         # Begins the evaluation that `evaluate` left to this step. The number of the step alone decides: a run
         # that was resumed here makes it too.
         every, step = self._run.config.evaluation.every, self._timer.step
-        is_due = len(self._run.evaluation_prompts) and step and step % every == 0
+        evaluates = every and len(self._run.evaluation_prompts)
+        is_due = evaluates and step and every > 0 and step % every == 0
         sampler = self._beside if is_due else None
         finish_evaluation = None if sampler is None else self._evaluation.begin(sampler)
         try:
-            metrics = self._run.algorithm.dataflow(self.parts, self.prompts)
+            metrics = self._run.resolved.dataflow(self.parts, self.prompts)
         except NotEnoughGroups as error:
             path = self._rollouts.look_at_failed(error.sampled)
             raise UserError(f"{error}. What was sampled is in {path}") from error

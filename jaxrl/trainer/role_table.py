@@ -29,10 +29,9 @@ from jaxrl.dataflows.rewarding import (
 )
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
-from jaxrl.mesh.rules import GENERATE_RULES, shardings, shards_of
+from jaxrl.mesh.rules import GENERATE_RULES, generation_shardings, shards_of
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph, score_config
-from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.judge import JudgeTemplate
@@ -110,9 +109,8 @@ class RoleKind:
         """Its model, from that of its checkpoint; without one, from the actor's."""
         return lora.base_config(actor) if stored is None else stored
 
-    def check(self, config: Config, directory: str) -> Tokenizer | None:
+    def check(self, model: ModelConfig, directory: str) -> Tokenizer | None:
         """Raises UserError if it cannot have the model in a directory; returns a tokenizer of its own."""
-        model = read_config(directory)
         if model.num_scores:
             raise UserError(
                 f"{self.setting} {directory} is a model of scores, which gives no tokens probabilities; name "
@@ -135,7 +133,7 @@ class RoleKind:
         role.load(load_params(directory, model, role.train_shardings))
 
     def phase(self, name: str, role: Any, parts: PhaseParts) -> Any:
-        """Its member of a step, for `Step.phase`; None without one. The run may not have the role (None)."""
+        """The phase object for `Step.phase`, or None. `role` is None if this run has no such role."""
 
     def reward(self, role: Any, config: Config) -> RewardTerm | None:
         """The term of the reward that it computes; None if it rewards nothing."""
@@ -147,9 +145,9 @@ class CriticKind(RoleKind):
     setting = "critic.weights"
     trains = True
 
-    def check(self, config: Config, directory: str) -> None:
+    def check(self, model: ModelConfig, directory: str) -> None:
         # Its head is new, so a model with or without scores will do.
-        check_params(directory, read_config(directory))
+        check_params(directory, model)
 
     def build(self, parts: BuildParts) -> Critic:
         config = parts.config
@@ -195,9 +193,8 @@ class ScoreKind(RoleKind):
         model = super().shape(actor, stored)
         return model if model.num_scores else score_config(model)
 
-    def check(self, config: Config, directory: str) -> None:
+    def check(self, model: ModelConfig, directory: str) -> None:
         """The checkpoint must have the head."""
-        model = read_config(directory)
         if not model.num_scores:
             raise UserError(
                 f"{self.setting} {directory} is a language model; it must be a "
@@ -226,7 +223,7 @@ class RewardKind(ScoreKind):
         return bool(self.weights(config))
 
     def reward(self, role: RewardModel, config: Config) -> RewardTerm:
-        return ModelReward("model", 1.0, self.scores(config, role))
+        return ModelReward("model", config.reward.model_weight, self.scores(config, role))
 
 
 class CostKind(ScoreKind):
@@ -250,9 +247,8 @@ class JudgeKind(RoleKind):
         # Whatever the dataflow declares, like the reward model.
         return bool(self.weights(config))
 
-    def check(self, config: Config, directory: str) -> Tokenizer:
+    def check(self, model: ModelConfig, directory: str) -> Tokenizer:
         """The judge needs a language model with a tokenizer that fits, and perhaps a chat template."""
-        model = read_config(directory)
         if model.num_scores:
             raise UserError(
                 f"{self.setting} {directory} is a model of scores, which says nothing in words; set "
@@ -297,7 +293,7 @@ class JudgeKind(RoleKind):
         # It only samples, so its weights have the generation layout from the beginning.
         backend = role.backend
         _, shapes, axes = decoder_graph(model)
-        where = shardings(axes, shapes, GENERATE_RULES, backend.mesh)
+        where = generation_shardings(axes, shapes, backend.mesh)
         backend.load(load_params(directory, model, where, dtype=backend.dtype))
 
     def reward(self, role: GenerativeJudge, config: Config) -> RewardTerm:

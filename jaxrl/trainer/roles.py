@@ -19,11 +19,10 @@ from jaxrl.config.shapes import (
     engine_config,
     is_here,
     model_of,
+    stop_ids_of,
 )
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.dataflows.algorithm_config import TrustRegionConfig
-from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.mesh.pools import read_placement
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.huggingface.config_json import read_config
@@ -35,7 +34,9 @@ from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic
 from jaxrl.roles.trust_region import TrustRegionActor
+from jaxrl.rollout.cache_choice import warn_of_pages_on_cpu
 from jaxrl.rollout.drivers import build_backend, with_agent
+from jaxrl.trainer.resolved import Resolved
 from jaxrl.trainer.role_table import ROLES, BuildParts
 
 
@@ -44,6 +45,7 @@ class _NoTokenizer:
 
     stop_ids = (0,)
     chat_template = None
+    ids_named_by = staticmethod(lambda stop_strings: ())
     # A backend keeps it and never calls it: a plan decodes nothing.
     decode_batch = None
 
@@ -59,6 +61,7 @@ class RoleModels:
       by_role: model of each role; "rollout" has no entry, because it samples with the actor's.
       origin: description of the source of the actor's shape.
       assumed: (role, reason) of each role whose shape is unknown and assumed to be the actor's.
+      stored: model of each role with a checkpoint of its own, as its files have it.
       tokenizer: the policy's tokenizer; `SHAPES_ONLY` in a plan.
       own_tokenizers: tokenizer of each role that has its own; empty in a plan.
     """
@@ -66,6 +69,7 @@ class RoleModels:
     by_role: Mapping[str, ModelConfig]
     origin: str
     assumed: tuple[tuple[str, str], ...] = ()
+    stored: Mapping[str, ModelConfig] = dataclasses.field(default_factory=dict)
     tokenizer: Tokenizer = SHAPES_ONLY
     own_tokenizers: Mapping[str, Tokenizer] = dataclasses.field(default_factory=dict)
 
@@ -97,23 +101,23 @@ def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
       UserError: the settings contradict a checkpoint, or the policy has neither a checkpoint nor a shape.
     """
     actor, origin = model_of(config)
-    found, assumed = {}, []
+    found, stored, assumed = {}, {}, []
     for role in roles:
         if role == "rollout":
             continue
         if role == "actor" or role not in ROLES:
             found[role] = actor
             continue
-        directory, stored = ROLES[role].weights(config), None
+        directory = ROLES[role].weights(config)
         if directory and is_here(directory):
-            stored = read_config(directory).for_texts_of(config.longest_sequence)
+            stored[role] = read_config(directory).for_texts_of(config.longest_sequence)
         elif directory:
             why = (
                 f"counted as large as the actor: {directory} is not here, so its shape is not known"
             )
             assumed.append((role, why))
-        found[role] = ROLES[role].shape(actor, stored)
-    return RoleModels(found, origin, tuple(assumed))
+        found[role] = ROLES[role].shape(actor, stored.get(role))
+    return RoleModels(found, origin, tuple(assumed), stored)
 
 
 Meshes = Mapping[str, Mesh]
@@ -166,13 +170,12 @@ class Roles:
 class RoleBuilder:
     """Builds the roles of a config one by one."""
 
-    def __init__(self, config: Config, meshes: Meshes, models: RoleModels):
-        """Args: the config, and the mesh and the model of each role."""
-        self._config = config
+    def __init__(self, resolved: Resolved, meshes: Meshes, models: RoleModels):
+        """Args: the config with its pools, and the mesh and the model of each role."""
+        self._config = resolved.config
         self._meshes = meshes
         self._models = models
-        pools = read_placement(config.placement, config.mesh, tuple(meshes))
-        self._layouts = {role: pool.config_of(role) for pool in pools for role in pool.roles}
+        self._layouts = {r: pool.config_of(r) for pool in resolved.pools for r in pool.roles}
 
     def actor(
         self,
@@ -193,10 +196,11 @@ class RoleBuilder:
             mesh = self._meshes.get("rollout", self._meshes["actor"])
             sizes = engine_config(
                 config,
-                (*tokenizer.stop_ids, *rollout.stop_ids),
-                dynamic_sampling=find_dataflow(config.algorithm.dataflow).dynamic_sampling,
+                stop_ids_of(rollout, tokenizer),
+                prompts_per_batch=config.prompts_per_batch,
                 replicas=shards_of("batch", GENERATE_RULES, mesh),
             )
+            warn_of_pages_on_cpu(rollout.cache, mesh)
             backend = build_backend(
                 rollout.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
             )
@@ -239,27 +243,25 @@ class RoleBuilder:
         }
 
 
-def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
+def build_roles(resolved: Resolved, meshes: Meshes, models: RoleModels) -> Roles:
     """Builds all roles that have a mesh, without weights.
 
     Args:
-      config: config of the run.
+      resolved: config of the run, with its pools.
       meshes: mesh of each role, on devices or abstract.
       models: result of `role_models`.
 
     Raises:
       UserError: something does not divide over a mesh, or the rollout backend cannot be built.
     """
-    build = RoleBuilder(config, meshes, models)
+    config, build = resolved.config, RoleBuilder(resolved, meshes, models)
     # Before the actor, whose loss may compare with one of them.
     others = {role: build.other(role) for role in ROLES if role in meshes}
     compared = next((role for name, role in others.items() if ROLES[name].compared), None)
-    algorithm = config.algorithm
-    has_trust_region = find_dataflow(algorithm.dataflow).trust_region
     actor = build.actor(
         optim=config.optim,
         compared=compared,
-        trust_region=algorithm.trust_region if has_trust_region else None,
+        trust_region=config.algorithm.trust_region if resolved.dataflow.trust_region else None,
     )
     return Roles(actor, others)
 

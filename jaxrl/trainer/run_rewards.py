@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import Validate
-from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.dataflows.rewarding import (
     FunctionReward,
     OverlongPunishment,
@@ -48,10 +47,7 @@ def needs_truths(config: Config) -> bool:
     reward = config.reward
     return bool(
         reward.grader_weight
-        or (
-            find_dataflow(config.algorithm.dataflow).dynamic_sampling
-            and config.rollout.keep_groups == "correctness"
-        )
+        or (config.algorithm.flow.dynamic_sampling and config.rollout.keep_groups == "correctness")
         or (reward.judge.model and "{answer}" in reward.judge.template)
     )
 
@@ -78,6 +74,7 @@ def reward_functions(config: Config, timer: StepTimer) -> UserRewards:
     return UserRewards(
         # The others get the scores from the first host (`FunctionReward`).
         paths if hosts.is_first() else [],
+        timeout_s=config.reward.functions_timeout_s,
         interrupted=lambda: timer.stop_pending,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.config.shapes import row_limits, step_shape
+from jaxrl.data.curriculum import CurriculumStream
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
@@ -17,9 +18,10 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
 from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
-from jaxrl.dataflows.rewarding import MULTIPLIER_LR, Multiplier, Rewards
+from jaxrl.dataflows.rewarding import Multiplier, Rewards
 from jaxrl.dataflows.samplers import (
     CountedSampling,
+    CurriculumSampling,
     Generation,
     GreedySampling,
     PartialSampling,
@@ -33,7 +35,6 @@ from jaxrl.roles.losses import likelihood
 from jaxrl.roles.policy import Actor
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.schedule_file import ScheduleFile, read_schedule
-from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.role_table import ROLES, PhaseParts
 from jaxrl.trainer.roles import Roles
@@ -44,8 +45,9 @@ class RunSampling:
 
         PromptStream --> Sampling, or partial, or free running --> CountedSampling --> DynamicSampling
 
+    With `data.sampler` a CurriculumStream and CurriculumSampling take the places of two of them.
+
     Attributes:
-      prompts: training prompts in an endless order.
       generation: the actor in its generation layout.
       sampler: sampler of the groups to learn from.
       free: the sampler inside `sampler` if it goes on while a step learns, else None.
@@ -57,24 +59,24 @@ class RunSampling:
         actor: Actor,
         timer: StepTimer,
         rewards: Rewards,
+        prompts: PromptStream | CurriculumStream,
         recorded: dict[int, VersionRow] | None,
     ):
-        """Args: the run, its actor, timer and rewards, and the schedule to repeat (`recorded_schedule`)."""
-        config, options, flow = run.config, run.config.rollout, run.algorithm.dataflow
-        per_batch = options.prompts_per_batch(dynamic_sampling=flow.dynamic_sampling)
-        self.prompts = PromptStream(
-            run.train_prompts,
-            weights=[source.settings.weight for source in run.problems.train],
-            # Partial rollout draws prompts one at a time, as slots fall free.
-            prompts_per_batch=1 if options.partial else per_batch,
-            seed=config.seed,
-        )
+        """Builds the sampler.
+
+        Args:
+          run, actor, timer, rewards: the run, its actor, timer and rewards.
+          prompts: the result of `training_prompts`.
+          recorded: the schedule to repeat (`recorded_schedule`).
+        """
+        config, options, flow = run.config, run.config.rollout, run.resolved.dataflow
+        per_batch = config.prompts_per_batch
         self.generation = Generation(actor, run.sampling, timer)
         self._schedule_file = ScheduleFile(config.run_folder.rl.schedule)
         self.free: FreeRunning | None = None
         limits: Any = {"prompts_per_batch": per_batch, "max_staleness": options.max_staleness}
         groups: Sampler
-        if runs_free(config):
+        if run.resolved.runs_free:
             schedule = SamplingSchedule(self._schedule_file.write, recorded)
             groups = self.free = FreeRunning(
                 self.generation, rewards, schedule, groups_per_step=options.num_prompts, **limits
@@ -83,8 +85,12 @@ class RunSampling:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
             groups = Sampling(self.generation, rewards)
-        # Inside dynamic sampling, which adds the counts of a step's batches up.
-        self.sampler: Sampler = CountedSampling(groups, self.prompts)
+        # Both inside dynamic sampling, which drops groups and adds the counts of a step's batches up.
+        self.sampler: Sampler
+        if isinstance(prompts, CurriculumStream):
+            self.sampler = CurriculumSampling(groups, prompts)
+        else:
+            self.sampler = CountedSampling(groups, prompts)
         if flow.dynamic_sampling:
             self.sampler = DynamicSampling(
                 self.sampler,
@@ -147,14 +153,21 @@ class StepState:
             pretraining = Pretraining(stream, shape, likelihood(coef=cost.pretrain_coef))
         return StepState(
             KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon),
-            Multiplier(1.0, limit=cost.limit, learning_rate=MULTIPLIER_LR),
+            Multiplier(
+                cost.multiplier,
+                cost.limit,
+                cost.multiplier_lr,
+                cost.multiplier_max,
+                cost.multiplier_delay_steps,
+            ),
             entropy,
             pretraining,
         )
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
-        record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
+        multiplier = (self.multiplier.value, self.multiplier.steps)
+        record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": multiplier}
         if self.entropy is not None:
             record["entropy"] = (self.entropy.value, self.entropy.entropy)
         if self.pretraining is None:
@@ -163,7 +176,8 @@ class StepState:
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continues from the result of `record`."""
-        self.kl.value, self.multiplier.value = record["kl_coef"], record["multiplier"]
+        self.kl.value = record["kl_coef"]
+        self.multiplier.value, self.multiplier.steps = record["multiplier"]
         if self.entropy is not None:
             self.entropy.value, self.entropy.entropy = record["entropy"]
         if self.pretraining is not None:
@@ -187,12 +201,12 @@ def build_step(
       sampling, rewards: the sampler, and rewards of greedy responses.
       look: called with the experience of every step.
     """
-    config, algorithm = run.config, run.algorithm
+    config, resolved = run.config, run.resolved
     parts = PhaseParts(config, roles.actor, timer)
     phases = {
         name: kind.phase(name, roles.others.get(name), parts)
         for name, kind in ROLES.items()
-        if name in algorithm.dataflow.roles
+        if name in resolved.dataflow.roles
     }
     learners = [mesh for role, mesh in run.meshes.items() if role != "rollout"]
     pack = Packer(
@@ -202,24 +216,24 @@ def build_step(
         mask_truncated=config.reward.mask_truncated,
         fill_minibatches=config.train.fill_minibatches,
         share_prompts=config.train.share_prompts,
-        equal_last=algorithm.objective.needs_advantage,
+        equal_last=resolved.objective.needs_advantage,
         top_entropy=config.algorithm.top_entropy_quantile,
         epochs=config.algorithm.epochs,
     )
     balances = run.model.num_experts and config.train.load_balancing_coef
     actor = ActorPhase(
         roles.actor,
-        algorithm.objective,
+        resolved.objective,
         config.algorithm.correction,
         timer,
         epochs=config.algorithm.epochs,
         reference=roles.compared,
-        shares_forward=algorithm.shares_forward,
-        squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
+        shares_forward=resolved.shares_forward,
+        squared_probabilities=SUM_PI_SQUARED in resolved.estimator.inputs,
         pretraining=state.pretraining,
         frozen_steps=config.critic.warmup_steps,
         # Without advantages no other term of the loss has a gradient.
-        needs_signal=algorithm.objective.needs_advantage
+        needs_signal=resolved.objective.needs_advantage
         and not (balances or state.pretraining is not None),
         entropy=state.entropy,
         sampling=run.sampling,
@@ -228,7 +242,7 @@ def build_step(
     )
     advantages = Advantages(
         roles.actor,
-        algorithm.estimator,
+        resolved.estimator,
         state.kl,
         timer,
         penalizes=config.algorithm.kl.reward_coef > 0,

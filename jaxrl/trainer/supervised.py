@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config.shapes import row_limits
-from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
+from jaxrl.data.demonstrations import DemonstrationStream
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import prefixed, work_metrics
@@ -24,7 +24,6 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, fitted, init_params
-from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.learner import Learner
@@ -68,10 +67,10 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
     directory = run.config.critic.weights
     # A critic trains all of its weights, so it starts from the base model without the policy's adapters.
     trunk = lora.split(params)[1] if run.config.model.lora.rank else params
-    for critic in roles.critics.values():
+    for name, critic in roles.critics.items():
         if directory:
             # The files of a language model hold no score head.
-            num_scores = read_config(directory).num_scores
+            num_scores = run.models.stored[name].num_scores
             stored = dataclasses.replace(critic.model, num_scores=num_scores)
             where = PackedModel(
                 stored, critic.mesh, train=critic.train, state_rules=critic.state_rules
@@ -193,7 +192,7 @@ class SupervisedStage(ExamplesStage):
         self._limits = row_limits(run.config, longest=longest)
         stream = supervised_stream(
             run,
-            run.demonstrations or solutions_of(run.problems.train_records),
+            run.demonstrations,
             examples_per_batch=run.config.sft.examples_per_step,
             max_tokens=self._limits.longest,
         )

@@ -93,7 +93,7 @@ def sorted_twin(logits, *, top_k, top_p, min_p):
 def sampled(logits_SV, key_S2, truncation, temperature=1.0):
     """Tokens and log-probabilities of the sampler, for the logits of each slot."""
     slots = len(logits_SV)
-    unread = dict.fromkeys(("context", "count", "limit", "active", "decoded"))
+    unread = dict.fromkeys(("context", "count", "limit", "active", "stops", "decoded"))
     limits = jax.tree.map(lambda x: jnp.broadcast_to(x, (slots,)), truncation)
     state = DecodeState(
         **unread, key=key_S2, temperature=jnp.full(slots, temperature), truncation=limits

@@ -26,13 +26,15 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
         ["tinker==0.38.0", "tinker-cookbook[math-rl]==0.5.8", "torch==2.13.0"],
         ["--no-deps", "tinker-cookbook==0.6.1"],
     ],
-    # Environments (jaxrl/agents/adapters), with the client that `jaxrl.agents.environments` imports.
+    # Environments (`jaxrl_agents.adapters`), with the client that `jaxrl_agents.environments` imports.
     "gymnasium": [["gymnasium==1.4.0", "openai==3.54.0"]],
     "textarena": [["textarena==0.7.4", "openai==3.54.0"]],
     "skyrl_gym": [["skyrl-gym==0.4.0", "openai==3.54.0"]],
     # Needs Python 3.12.0 or older.
     "gem": [["gem-llm==0.1.0", "openai==3.54.0"]],
     "openenv": [["openenv==0.10.0", "openai==3.54.0"]],
+    # Of the serving endpoint; transformers for its tokenizer.
+    "lm_eval": [["lm-eval[api]==0.4.13", "transformers==5.24.0", "torch==2.13.0"]],
     # Needs openai < 3.
     "verifiers": [["verifiers==0.4.0"]],
 }

@@ -9,14 +9,14 @@ import sys
 
 import openai
 
-from jaxrl.agents.environments import environment_agent, user_message
-from jaxrl.agents.worker import Problem
+from jaxrl_agents.environments import environment_agent, user_message
+from jaxrl_agents.worker import Problem
 
 MOVES = ("left", "down", "right", "up")
 
 
 def frozen_lake(problem):
-    from jaxrl.agents.adapters.gymnasium import Gymnasium
+    from jaxrl_agents.adapters.gymnasium import Gymnasium
 
     return Gymnasium(
         "FrozenLake-v1",
@@ -27,20 +27,20 @@ def frozen_lake(problem):
 
 
 def textarena(problem):
-    from jaxrl.agents.adapters.textarena import TextArena
+    from jaxrl_agents.adapters.textarena import TextArena
 
     return TextArena("GuessTheNumber-v0-raw")
 
 
 def gsm8k(problem):
-    from jaxrl.agents.adapters.skyrl_gym import SkyRLGym
+    from jaxrl_agents.adapters.skyrl_gym import SkyRLGym
 
     extras = {"reward_spec": {"ground_truth": problem.answer}, "max_turns": 3}
     return SkyRLGym("gsm8k_multi_turn", [user_message(problem.prompt)], extras=extras)
 
 
 def gem(problem):
-    from jaxrl.agents.adapters.gem import Gem
+    from jaxrl_agents.adapters.gem import Gem
 
     return Gem("game:GuessTheNumber-v0-easy")
 
@@ -48,19 +48,19 @@ def gem(problem):
 def openenv_class(problem):
     import openenv_app
 
-    from jaxrl.agents.adapters.openenv import OpenEnv
+    from jaxrl_agents.adapters.openenv import OpenEnv
 
     return OpenEnv(openenv_app.Game, act=lambda text: openenv_app.Guess(number=int(text)))
 
 
 def openenv_server(problem):
-    from jaxrl.agents.adapters.openenv import OpenEnv
+    from jaxrl_agents.adapters.openenv import OpenEnv
 
     return OpenEnv(problem.extra["url"], act=lambda text: {"number": int(text)})
 
 
 def verifiers():
-    from jaxrl.agents.adapters.verifiers import verifiers_agent
+    from jaxrl_agents.adapters.verifiers import verifiers_agent
 
     agent = {"harness": {"id": "vf_guess"}, "runtime": {"type": "subprocess"}}
     return verifiers_agent(taskset={"id": "vf_guess"}, agent=agent)

@@ -14,7 +14,7 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
-from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.resolved import resolve
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,22 @@ from jaxrl.trainer.algorithm import algorithm_of
     [
         ("algorithm.updates_per_step", "7", "192 sequences do not divide into"),
         ("rollout.on_shortage", "fill", "there is no last one; set it to 1 or more"),
-        ("rollout.temperature", "0.0", "temperature 0.0 is below 0.01"),
+        ("rollout.temperature", "0.0", "temperature = 0.0: must be at least 0.01"),
         ("train.row_tokens", "64", "cannot hold the longest sequence"),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
         ("model.head_dim", "31", "head_dim 31 is odd"),
         ("model.num_kv_heads", "3", "not a multiple of num_kv_heads 3"),
+        # The chat template would render its prompts twice.
+        ("rollout.agent", "my_agent.py:agent", "set data.chat to False"),
     ],
 )
 def test_refused(setting, value, message):
-    also = {"rollout.max_generation_batches": "0"} if setting == "rollout.on_shortage" else {}
+    also = {
+        "rollout.on_shortage": {"rollout.max_generation_batches": "0"},
+        "rollout.agent": {"data.chat": "True"},
+    }.get(setting, {})
     with pytest.raises(UserError) as error:
-        algorithm_of(load_config(Config, "configs/dapo_tiny.py", {setting: value, **also}))
+        resolve(load_config(Config, "configs/dapo_tiny.py", {setting: value, **also}))
     assert message in str(error.value)
 
 
@@ -78,5 +83,5 @@ def test_auto_rows_hold_the_longest_sequence():
 @pytest.mark.parametrize(("replicas", "prompts"), [(1, 32), (3, 33), (32, 32), (224, 224)])
 def test_a_prefill_has_a_multiple_of_the_replicas(replicas, prompts):
     config = Config(rollout=RolloutConfig(slots=448, prefill_prompts=32))
-    sizes = engine_config(config, (1,), dynamic_sampling=False, replicas=replicas)
+    sizes = engine_config(config, (1,), prompts_per_batch=512, replicas=replicas)
     assert sizes.prefill_prompts == prompts

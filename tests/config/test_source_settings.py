@@ -65,10 +65,9 @@ def test_the_command_line_changes_and_adds_sources(recipe):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("sources__new__pth", "x", r"\.new\.pth.; near: data\.sources\.math\.path"),
-        ("sources__new__weight", "x", r"data\.sources\.new\.weight = .x.: expected a number"),
-        ("sources__new__weight", "0", r"data\.sources\.new\.weight 0 is not positive"),
-        ("sources__new__fields__truth", "a", r"fields\.truth is not one of prompt, answer"),
+        ("sources__new__pth", "x", r"\.new\.pth.; near: data\.sources\.new\.path"),
+        ("sources__new__weight", "0", r"data\.sources\.new\.weight = 0: must be above 0"),
+        ("sources__new__fields__truth", "a", r"fields\.truth = .* is not one of prompt, answer"),
     ],
 )
 def test_a_slip_in_a_source_is_one_line(recipe, name, text, message):

@@ -51,6 +51,6 @@ def test_threads_may_render_at_once():
 
 def test_any_text_comes_back_as_it_went():
     content = 'é 東京 🦜 "\\ \n\r\t\0 \u2028 \ud800'
-    template = template_of("{{ messages[0].content }}{{ messages[0] | tojson(1) }}")
+    template = template_of("{{ messages[0].content }}{{ messages[0] | tojson(indent=1) }}")
     written = template.render([{"content": content}])
     assert written.startswith(content + '{\n "content": "é 東京 🦜')

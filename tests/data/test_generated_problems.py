@@ -1,5 +1,6 @@
 """Problems that a function or a task makes while they are drawn."""
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -143,8 +144,8 @@ def test_truths_and_held_out_prompts_are_looked_at_as_they_are_made():
         return "is odd" if int(answer) % 2 else None
 
     source = read(function('return {"question": f"{index} = ?", "answer": index}'))
-    held_out = [source.records[2]]
-    checked = source.without_prompts_of(held_out).with_readable_truths(validate)
+    held_out = [dataclasses.replace(source, records=source.records[2:3])]
+    checked = source.without_problems_of(held_out).with_readable_truths(validate)
     assert [record.answer for record in checked.records] == [
         str(n) for n in range(0, 64, 2) if n != 2
     ]

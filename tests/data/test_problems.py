@@ -93,6 +93,10 @@ def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tm
         prompts_per_batch=4,
         seed=0,
     )
+    # A sampler of the user's decides the shares.
+    chosen = data_card(problems, encoded, sampler="my.py:Mine")
+    assert "% of what is drawn" in card and "% of what is drawn" not in chosen
+    assert chosen.count("drawn as my.py:Mine decides") == len(problems.train)
     texts = [text for _ in range(4) for text in next(stream).texts if "made" in text]
     assert texts == [f"made {n}" for n in (2, 4, 5, 7, 8, 10, 11, 13)]
     with pytest.raises(UserError, match=r"data\.sources\.made is endless, and.*\.made\.size"):

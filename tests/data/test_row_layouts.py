@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import read_source
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE, last_box, recognise, value_at, without
+from jaxrl.data.rows import BadRow
 from jaxrl.errors import UserError
+from jaxrl.types import TRUTHS
 
 
 def verl(content, truth="7", **fields):
@@ -60,6 +63,53 @@ def test_the_other_fields_are_kept_for_graders(tmp_path):
     assert record.source == "toy"
 
 
+@pytest.mark.parametrize(
+    ("truth", "answers"),
+    [
+        (["4", "four"], ["4", "four"]),
+        ([4, 4.0, "four"], ["4", "four"]),
+        ({"target": ["Paris", "paris, France"]}, ["Paris", "paris, France"]),
+        ({"target": ["Paris", "Lutetia"], "style": None}, ["Paris", "Lutetia"]),
+        (np.array(["4", "four"], object), ["4", "four"]),
+        ({"target": np.array([4.0, 5.0])}, ["4", "5"]),
+        (np.float64(4), ["4"]),
+        (["4"], ["4"]),
+        ({"target": "4"}, ["4"]),
+        ("[0, 1]", ["[0, 1]"]),
+    ],
+)
+def test_a_truth_may_be_a_list(truth, answers):
+    row = {"problem": "2 + 2?", "answer": truth, "level": 1}
+    record = recognise([row], what="rows").record(row, "row 1", source="s", default_source="")
+    assert record.answer == answers[0]
+    assert record.extra == {"level": 1} | ({TRUTHS: answers} if len(answers) > 1 else {})
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        [],
+        ["4", None],
+        ["4", ["5"]],
+        ["4", " "],
+        [True],
+        {"target": []},
+        {"target": 24, "numbers": [1]},
+    ],
+)
+def test_a_list_with_a_member_that_is_no_answer_is_a_bad_row(truth):
+    row = {"problem": "2 + 2?", "answer": truth}
+    with pytest.raises(BadRow, match="row 1: field 'answer'"):
+        recognise([row], what="rows").record(row, "row 1", source="s", default_source="")
+
+
+def test_unit_tests_that_are_objects_stay_json():
+    for tests in {"inputs": ["1"], "outputs": ["2"]}, [{"input": "1", "output": "2"}]:
+        row = {"problem": "Add 1.", "answer": tests}
+        record = recognise([row], what="rows").record(row, "", source="s", default_source="")
+        assert json.loads(record.answer) == tests
+
+
 def test_worked_solutions_come_along(tmp_path):
     text = "3+4=<<3+4=7>>7\n#### 7"
     (record,) = read(tmp_path, {"question": "3 + 4?", "answer": text}).records
@@ -107,7 +157,7 @@ def test_a_layout_that_is_not_known_lists_the_fields(row, lacking, tmp_path):
 
 
 def test_dotted_fields_are_listed_and_a_wrong_name_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no field 'info.n'; it has .*'info.index' \(number\)"):
+    with pytest.raises(UserError, match=r"no field 'info.n' .*; it has .*'info.index' \(number\)"):
         recognise([{"info": {"index": 1}}], fields={"prompt": "info.n"}, what="x.jsonl")
 
 

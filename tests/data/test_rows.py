@@ -2,12 +2,15 @@
 
 import datetime
 import functools
+import gzip
 import json
 import pathlib
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from extras import import_extra
 
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import DUPLICATES, read_source
@@ -67,7 +70,23 @@ def shards(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-FORMATS = [jsonl, json_list, parquet, arrow_stream, arrow_file, saved, shards]
+def packed(path: pathlib.Path, *, codec: str, ending: str, make=jsonl) -> pathlib.Path:
+    plain = make(path)
+    packed_path = plain.with_name(f"rows{plain.suffix or '.jsonl'}.{ending}")
+    with pa.CompressedOutputStream(str(packed_path), codec) as file:
+        file.write(plain.read_bytes())
+    plain.unlink()
+    return packed_path
+
+
+gzipped = functools.partial(packed, codec="gzip", ending="gz")
+FORMATS = [
+    *(jsonl, json_list, parquet, arrow_stream, arrow_file, saved, shards, gzipped),
+    functools.partial(gzipped, make=json_list),
+    functools.partial(packed, codec="zstd", ending="zst"),
+    functools.partial(packed, codec="bz2", ending="bz2"),
+    functools.partial(packed, codec="lz4", ending="lz4"),
+]
 
 
 def read(path) -> list:
@@ -78,6 +97,126 @@ def read(path) -> list:
 def test_every_format_gives_the_same_rows(make, tmp_path):
     rows = open_rows(make(tmp_path / "rows"))
     assert [row for _, row in rows] == ROWS == [row for _, row in rows]
+
+
+CSV = (
+    "\ufeff,problem, answer,note\r\n"
+    "0,1 + 1?,007,NA\r\n"
+    '1,"a ""b"", c\n2nd line",1.0,\r\n'
+    "\r\n"
+    "2, x ,true,null\r\n"
+    "3,é 東京,-1e5,2024-01-31\r\n"
+)
+CSV_ROWS = [
+    {"problem": "1 + 1?", "answer": "007", "note": "NA"},
+    {"problem": 'a "b", c\n2nd line', "answer": "1.0", "note": ""},
+    {"problem": " x ", "answer": "true", "note": "null"},
+    {"problem": "é 東京", "answer": "-1e5", "note": "2024-01-31"},
+]
+
+
+def tsv_of(text: str) -> str:
+    return text.replace(",", "\t").replace('b""\t c', 'b"", c')
+
+
+@pytest.mark.parametrize(("name", "write"), [("a.csv", str), ("a.tsv", tsv_of), ("A.CSV", str)])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_values_of_csv_are_the_texts_that_stand_there(name, write, pack, tmp_path):
+    path = tmp_path / (name if pack is bytes else f"{name}.gz")
+    path.write_bytes(pack(write(CSV).encode()))
+    assert list(open_rows(path)) == [
+        (f"{path}:{line}", row) for line, row in zip((2, 3, 6, 7), CSV_ROWS, strict=True)
+    ]
+    source = read_source(SourceConfig(path=str(path)), "data.train")
+    assert [record.answer for record in source.records] == ["007", "1.0", "true", "-1e5"]
+    assert source.source_names == (name.partition(".")[0],)
+
+
+def test_csv_is_what_pandas_writes(tmp_path):
+    pandas = import_extra("dev", "pandas")
+    frame = pandas.DataFrame([row | {"extra_info": "x"} for row in ROWS[:5]])
+    frame.loc[5] = {"problem": 'Is "a\tb" one?\n\n', "answer": "", "extra_info": "'"}
+    expected = frame.to_dict("records")
+    for name, separator in (("a.csv", ","), ("a.tsv", "\t")):
+        frame.to_csv(tmp_path / name, sep=separator)
+        assert read(tmp_path / name) == expected
+
+
+def test_a_long_value_of_csv_is_whole(tmp_path):
+    (tmp_path / "a.csv").write_text(f'problem,answer\n"{"x" * 3_000_000}",1\n')
+    ((row),) = read(tmp_path / "a.csv")
+    assert len(row["problem"]) == 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("1 + 2?,3,4", "3 values, and 2 columns have names"),
+        ("1 + 2?", "1 values, and 2 columns have names"),
+        ('"1 + 2?" x,3', "quotes that do not match"),
+    ],
+)
+def test_a_broken_row_of_csv_spoils_itself_alone(line, fault, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(f"problem,answer\n1 + 1?,2\n{line}\n2 + 2?,4\n")
+    source = read_source(SourceConfig(path=str(path)), "data.train")
+    assert [record.answer for record in source.records] == ["2", "4"]
+    assert source.dropped[MALFORMED].named == (f"{path}:3: {fault}",) or fault.startswith("quotes")
+    assert f"{path}:3: {fault}" in source.dropped[MALFORMED].named[0]
+
+
+def test_bytes_that_are_no_utf8_spoil_their_row_of_csv(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"problem,answer\n\xff,1\n2?,2\n")
+    source = read_source(SourceConfig(path=str(tmp_path / "a.csv")), "data.train")
+    assert [record.answer for record in source.records] == ["2"]
+
+
+def test_a_quote_that_never_ends_is_told(tmp_path):
+    (tmp_path / "a.csv").write_text('problem,answer\n1?,1\n"2?,2\n3?,3\n')
+    source = read_source(SourceConfig(path=str(tmp_path / "a.csv")), "data.train")
+    assert [record.answer for record in source.records] == ["1"]
+    assert source.dropped[MALFORMED].count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"problem,answer,problem\n1,2,3\n", "has two columns of one name"),
+        ("a.csv", b"problem,answer\n", "a.csv is empty"),
+        ("a.csv", b"", "a.csv is empty"),
+        ("a.csv", b"problem;answer\n1;2\n", "'problem;answer' (text)"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"problem": "1?", "answer": 1}\n' * 9999, mtime=0)[:90],
+            "is broken",
+        ),
+        ("a.csv.gz", b"\x1f\x8b not gzip", "a.csv.gz is broken"),
+        (
+            "a.parquet.gz",
+            gzip.compress(b"PAR1 and so on", mtime=0),
+            "is a compressed table; unpack it",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        read_source(SourceConfig(path=str(tmp_path / name)), "data.train")
+    assert "\n" not in str(raised.value)
+
+
+def test_parts_of_a_compressed_file_follow_each_other(tmp_path):
+    parts = [gzip.compress(json.dumps(row).encode() + b"\n", mtime=0) for row in ROWS[:3]]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(parts))
+    assert read(tmp_path / "a.jsonl.gz") == ROWS[:3]
+
+
+def test_a_folder_may_hold_compressed_files(tmp_path):
+    for i in range(2):
+        (tmp_path / f"{i}.jsonl.gz").write_bytes(
+            gzip.compress(json.dumps(ROWS[i]).encode(), mtime=0)
+        )
+    assert read(tmp_path) == ROWS[:2]
 
 
 def test_rows_say_where_they_stand(tmp_path):
@@ -91,10 +230,34 @@ def test_rows_say_where_they_stand(tmp_path):
 
 def test_values_become_those_of_json(tmp_path):
     day = datetime.date(2024, 1, 31)
-    table = pa.table({"day": [day], "picture": [b"\x89PNG"], "parts": [[{"n": None, "x": 0.5}]]})
+    table = pa.table({"day": [day], "picture": [b"abc"], "parts": [[{"n": None, "x": 0.5}]]})
+    table = table.append_column("id", pa.array([bytes(16)], pa.uuid()))
     pq.write_table(table, tmp_path / "a.parquet")
     (row,) = read(tmp_path / "a.parquet")
-    assert row == {"day": "2024-01-31", "picture": None, "parts": [{"n": None, "x": 0.5}]}
+    # The example of FIPS 180-2.
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert row == {
+        "day": "2024-01-31",
+        "picture": {"sha256": digest},
+        "parts": [{"n": None, "x": 0.5}],
+        "id": "00000000-0000-0000-0000-000000000000",
+    }
+
+
+def test_rows_of_one_text_and_several_pictures_are_several_problems(tmp_path):
+    pictures = [{"bytes": picture} for picture in (b"a", b"b", b"a")]
+    table = pa.table({"q": ["what is it?"] * 3, "a": ["1"] * 3, "picture": pictures})
+    pq.write_table(table, tmp_path / "a.parquet")
+    fields = {"prompt": "q", "answer": "a"}
+    source = read_source(SourceConfig(path=str(tmp_path / "a.parquet"), fields=fields), "x")
+    assert len(source.records) == 2 and source.dropped[DUPLICATES].count == 1
+
+
+def test_bytes_are_no_prompt(tmp_path):
+    pq.write_table(pa.table({"q": [b"1 + 1?"], "a": ["2"]}), tmp_path / "a.parquet")
+    fields = {"prompt": "q", "answer": "a"}
+    with pytest.raises(UserError, match=r"rows without a prompt, .* field 'q' is"):
+        read_source(SourceConfig(path=str(tmp_path / "a.parquet"), fields=fields), "x")
 
 
 @pytest.mark.parametrize("make", [parquet, arrow_stream, arrow_file])

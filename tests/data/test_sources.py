@@ -71,14 +71,18 @@ BAD = [
     ('{"q": 7, "a": "2"}', NO_PROMPT, "field 'q' is 7; it must be text"),
     ('{"q": " ", "a": "2"}', NO_PROMPT, "field 'q' is \" \"; it must be text and not empty"),
     ('{"q": [], "a": "2"}', NO_PROMPT, "a list of messages and not empty"),
-    ('{"q": [{"role": "user"}], "a": "2"}', NO_PROMPT, "'content' of message 1"),
+    (
+        '{"q": [{"role": "user"}], "a": "2"}',
+        NO_PROMPT,
+        "message 1 of field 'q': content must be a text",
+    ),
     ('{"q": "\\ud800", "a": "2"}', NO_PROMPT, "surrogate"),
     ('{"q": "1\\u0000", "a": "2"}', NO_PROMPT, "NUL"),
     ('{"q": "?", "answer": "2"}', NO_TRUTH, "no field 'a'"),
     ('{"q": "?", "a": ""}', NO_TRUTH, "field 'a' is \"\""),
     ('{"q": "?", "a": null}', NO_TRUTH, "field 'a' is null; an answer must be text or a number"),
     ('{"q": "?", "a": true}', NO_TRUTH, "field 'a' is true"),
-    ('{"q": "?", "a": ["2"]}', NO_TRUTH, "field 'a' is "),
+    ('{"q": "?", "a": [["2"]]}', NO_TRUTH, "field 'a' is "),
     ('{"q": "?", "a": NaN}', NO_TRUTH, "finite"),
 ]
 
@@ -155,6 +159,53 @@ def test_a_problem_that_stands_there_again_is_counted(tmp_path):
     assert counts(source) == {DUPLICATES: 2}
 
 
+SAME = {"q": "Play.", "a": "win", "env": {"seed": 1, "size": [2, 3]}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": "lose"},
+        {"env": {"seed": 2, "size": [2, 3]}},
+        {"env": {"seed": 1, "size": [3, 2]}},
+        {"env": {"seed": True, "size": [2, 3]}},
+        {"env": None},
+        {"env": {}},
+        {"level": 0},
+        {"level": ""},
+        {"data_source": "b"},
+        {"solution": "Move left."},
+        {"q": "play."},
+        {"q": [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "Hm."}]},
+    ],
+)
+def test_rows_that_differ_anywhere_are_two_problems(other, tmp_path):
+    for rows in ([SAME, SAME | other], [SAME | other, SAME]):
+        source = read(write(tmp_path, *map(json.dumps, rows)), source="")
+        assert (len(source.records), source.dropped) == (2, {})
+
+
+def test_a_solution_that_is_no_text_is_a_field_like_others(tmp_path):
+    rows = [SAME | {"solution": steps} for steps in (["add"], ["count"], ["add"])]
+    source = read(write(tmp_path, *map(json.dumps, rows)), source="")
+    assert (len(source.records), counts(source)) == (2, {DUPLICATES: 1})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"q": "\r\n Play. "},
+        {"q": [{"role": "user", "content": "Play.\n"}]},
+        {"a": "win\r\n"},
+        {"env": {"size": [2, 3], "seed": 1}},
+    ],
+)
+def test_equal_rows_are_one_problem(other, tmp_path):
+    source = read(write(tmp_path, *map(json.dumps, [SAME, SAME | other, SAME])))
+    assert (len(source.records), counts(source)) == (1, {DUPLICATES: 2})
+
+
 # Truths and evaluation.
 
 
@@ -181,12 +232,57 @@ def test_evaluation_problems_are_not_trained_on(tmp_path):
     )
     source = read(write(tmp_path, GOOD, '{"q": "1 + 2 = X?", "a": "3"}', talk))
     # Case and spacing do not matter, nor who says it.
-    held_out = [Record("1  + 2 = x?\n", "3", "t"), Record("A\nb", "2", "t")]
-    kept = source.without_prompts_of(held_out)
+    test = read(write(tmp_path, '{"q": "1  + 2 = x?\\n", "a": 3}', '{"q": "A\\nb", "a": 2}'))
+    kept = source.without_problems_of([test])
     assert (kept.records, counts(kept)) == (source.records[:1], {HELD_OUT: 2})
     assert source.dropped == {}
     with pytest.raises(UserError, match="no row left: all 1 are prompts of the evaluation"):
-        kept.without_prompts_of(source.records)
+        kept.without_problems_of([source])
+
+
+def trained(tmp_path, rows, *evaluations) -> list[str]:
+    """The field `id` of the training rows that are left."""
+    train, *held_out = (
+        read(write(tmp_path, *map(json.dumps, each))) for each in (rows, *evaluations)
+    )
+    return [record.extra["id"] for record in train.without_problems_of(held_out).records]
+
+
+def games(*seeds, **fields):
+    return [{"q": "Play.", "a": "win", "id": f"{seed}", **fields} for seed in seeds]
+
+
+def test_a_prompt_of_the_evaluation_is_held_out_whatever_stands_beside_it(tmp_path):
+    sums = [{"q": f"{n} + 1", "a": n + 1, "id": f"{n}"} for n in range(4)]
+    test = [{"q": "2 + 1", "a": "3.00", "level": 5, "id": "test/9"}]
+    assert trained(tmp_path, sums, test) == ["0", "1", "3"]
+    # Two sets of the evaluation have it, each once; a training file has it twice.
+    again = [{"q": "2 + 1", "a": 3, "unique_id": 7}]
+    assert trained(tmp_path, [*sums, {**sums[2], "id": "4"}], test, again) == ["0", "1", "3"]
+
+
+def test_problems_that_share_a_prompt_are_held_out_as_whole_rows(tmp_path):
+    sums = [{"q": "1 + 1", "a": 2, "id": "sum"}]
+    # The evaluation has the prompt of several problems.
+    assert trained(tmp_path, [*games(1, 2, 3, 4), *sums], games(2, 9)) == ["1", "3", "4", "sum"]
+    # All rows of the training file have it; the evaluation may have one of them.
+    assert trained(tmp_path, games(1, 2, 3, 4), games(2)) == ["1", "3", "4"]
+    assert trained(tmp_path, games(1, 2, 3, 4), games(8)) == ["1", "2", "3", "4"]
+    assert trained(tmp_path, games(1, 2), games(2, data_source="test")) == ["1"]
+    with pytest.raises(UserError, match="no row left"):
+        trained(tmp_path, games(1, 2), games(1, 2, 3))
+
+
+def test_a_question_that_a_task_asks_twice_is_held_out(tmp_path):
+    train = read(write(tmp_path, GOOD, '{"q": "2 + 2?", "a": "4"}'))
+    # Items of a task have their number in their metadata.
+    asked = tuple(
+        Record("1 + 1?", "2", "s", extra={"metadata": {"source_index": n}}) for n in range(2)
+    )
+    task = dataclasses.replace(
+        train, records=asked, settings=SourceConfig(path="reasoning-gym:sums", size=2)
+    )
+    assert train.without_problems_of([task]).records == train.records[1:]
 
 
 def test_metrics_are_kept_under_what_the_rows_say(tmp_path):

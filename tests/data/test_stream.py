@@ -98,6 +98,8 @@ def test_restored_streams_continue_exactly(make, num_taken):
     [
         lambda: prompts(RECORDS[:6]),
         lambda: prompts([*RECORDS[:6], Record("9 + 9 =", "18", "sums")]),
+        lambda: prompts([*RECORDS[:6], dataclasses.replace(RECORDS[6], answer="13")]),
+        lambda: prompts([*RECORDS[:6], dataclasses.replace(RECORDS[6], extra={"seed": 1})]),
         lambda: prompts(seed=6),
         lambda: prompts(template="Sum: {prompt}"),
         lambda: examples(),

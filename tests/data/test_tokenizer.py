@@ -95,6 +95,68 @@ def test_every_end_of_generation_config_stops_and_is_saved(tmp_path):
     assert_same(load_tokenizer(tmp_path / "b"), loaded)
 
 
+GENERATION, MODEL = "generation_config", "config"
+NESTED = {"text_config": {"eos_token_id": [5, 6]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "stop_ids"),
+    [
+        ({MODEL: {"eos_token_id": [5, 1]}}, (1, 5)),
+        ({MODEL: {"eos_token_id": 5}}, (1, 5)),
+        ({MODEL: {"eos_token_id": 1}}, (1,)),
+        ({MODEL: {"eos_token_id": [5, 5, 6]}}, (1, 5, 6)),
+        ({MODEL: {"eos_token_id": None}}, (1,)),
+        ({MODEL: {"eos_token_id": []}}, (1,)),
+        ({MODEL: {}}, (1,)),
+        ({MODEL: {"text_config": None}}, (1,)),
+        ({MODEL: NESTED}, (1, 5, 6)),
+        ({MODEL: NESTED | {"eos_token_id": None}}, (1, 5, 6)),
+        ({MODEL: NESTED | {"eos_token_id": 7}}, (1, 7)),
+        # The file of generation decides, if it names any.
+        ({MODEL: {"eos_token_id": [5, 6]}, GENERATION: {"eos_token_id": [1, 7]}}, (1, 7)),
+        ({MODEL: {"eos_token_id": [5, 6]}, GENERATION: {"eos_token_id": 0}}, (1, 0)),
+        ({MODEL: {"eos_token_id": [5, 6]}, GENERATION: {"eos_token_id": None}}, (1, 5, 6)),
+        ({MODEL: {"eos_token_id": [5, 6]}, GENERATION: {"eos_token_id": []}}, (1, 5, 6)),
+        ({MODEL: NESTED, GENERATION: {"temperature": 1.0}}, (1, 5, 6)),
+        ({MODEL: {"eos_token_id": [5, 6]}, "tokenizer_config": {}}, (5, 6)),
+    ],
+)
+def test_all_ends_of_a_model_stop(tmp_path, files, stop_ids):
+    assert load_tokenizer(write(tmp_path, **files)).stop_ids == stop_ids
+
+
+def test_a_model_of_another_directory_says_where_its_answers_end(tmp_path):
+    """As in Transformers, whose generation reads the files of the model alone."""
+    directory = write(tmp_path / "words", **{GENERATION: {"eos_token_id": [7, 8]}})
+    for name, files, stop_ids in (
+        ("both", {MODEL: {"eos_token_id": 6}, GENERATION: {"eos_token_id": [5, 1]}}, (1, 5)),
+        ("one", {MODEL: {"eos_token_id": 6}}, (1, 6)),
+        ("none", {}, (1,)),
+    ):
+        model = write(tmp_path / name, **files)
+        (model / "tokenizer.json").write_text("{}")
+        assert load_tokenizer(directory, model=model).stop_ids == stop_ids
+    model = write(tmp_path / "other", **{MODEL: {"eos_token_id": 320}})
+    ids = TOKENIZER.vocab_size - 1
+    with pytest.raises(
+        UserError,
+        match=f"other/config.json has eos_token_id 320, .*/words/tokenizer.json go from 0 to {ids},",
+    ):
+        load_tokenizer(directory, model=model)
+
+
+ODD_ENDS = ["1", "<eos>", True, 1.0, 1.5, {}, {"id": 1}, [[1]], [1, None], [1, "2"], [True]]
+
+
+@pytest.mark.parametrize("ids", ODD_ENDS, ids=str)
+@pytest.mark.parametrize("name", [GENERATION, MODEL])
+def test_ends_that_are_no_ids_are_named(tmp_path, name, ids):
+    for i, values in enumerate(({"eos_token_id": ids}, {"text_config": {"eos_token_id": ids}})):
+        with pytest.raises(UserError, match=rf"/{name}.json has eos_token_id .* must be a token"):
+            load_tokenizer(write(tmp_path / str(i), **{name: values}))
+
+
 def test_end_token_may_be_a_dict_or_come_from_generation_config(tmp_path):
     as_dict = write(tmp_path / "a", tokenizer_config={"eos_token": {"content": "<eos>"}})
     generation = {"eos_token_id": 7}
@@ -116,12 +178,6 @@ def test_a_chat_template_in_a_file_wins_over_the_key(tmp_path):
     assert load_tokenizer(directory).render_chat(messages, mood="!") == "user!"
 
 
-def test_a_list_of_templates_gives_the_default(tmp_path):
-    templates = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
-    config = {"eos_token": "<eos>", "chat_template": templates}
-    assert load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([]) == "D"
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -131,10 +187,8 @@ def test_a_list_of_templates_gives_the_default(tmp_path):
         ({"tokenizer": {"model": "?"}}, "tokenizer.json is no readable tokenizer"),
         ({"generation_config": {"eos_token_id": [1, -1]}}, "eos_token_id -1, and the ids of"),
         ({"generation_config": {"eos_token_id": 10**12}}, "so no response would end there"),
-        (
-            {"tokenizer_config": {"eos_token": "<eos>", "chat_template": "{% if %}"}},
-            "does not compile",
-        ),
+        ({"config": {"eos_token_id": [1, 320]}}, "/config.json has eos_token_id 320, and the ids"),
+        ({"config": [1]}, "/config.json holds no JSON object"),
     ],
 )
 def test_broken_files_are_named(tmp_path, files, message):
@@ -151,6 +205,35 @@ def test_missing_and_cut_files_are_named(tmp_path, name):
     file.unlink()
     with pytest.raises(UserError, match=f"{name} does not exist; put the"):
         load_tokenizer(tmp_path)
+
+
+# <tool> is added, but its text is shown; ids 0 and 1 are special.
+TOOL_TOKENIZER = train_tokenizer(TEXTS, vocab_size=320)
+TOOL_TOKENIZER.backend.add_tokens(["<tool>"])
+
+
+@pytest.mark.parametrize(
+    ("stop", "ids"),
+    [
+        ((), ()),
+        (("<eos>",), (1,)),
+        (("<pad>", "\n", "<eos>", "<pad>"), (0, 1)),
+        # Texts, which are found as such: parts of names, other names, tokens that have a text.
+        (("<eo", "eos", "<|im_end|>", "</s>", "\n\n", "<tool>", "<EOS>", "< eos >"), ()),
+        (("<tool>\n", "<eos>"), (1,)),
+    ],
+)
+def test_stop_strings_that_are_special_tokens_are_ids(stop, ids):
+    assert TOOL_TOKENIZER.ids_named_by(stop) == ids
+
+
+@pytest.mark.parametrize(
+    "stop",
+    ["\n<eos>", "<eos>\n", " <eos>", "<eos><eos>", "<pad><eos>", "Answer:<pad>", "<tool><eos>"],
+)
+def test_a_stop_string_with_a_special_token_in_it_is_refused(stop):
+    with pytest.raises(UserError, match=r"no answer's text has special tokens; use '<\w+>' alone"):
+        TOOL_TOKENIZER.ids_named_by(["x", stop])
 
 
 # A published one.

@@ -7,13 +7,13 @@ import pytest
 from chats import CHATML, LLAMA, MISTRAL, THINKING, chat_tokenizer
 
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from jaxrl.data.messages import read_message
 from jaxrl.data.tool_calls import (
     HERMES,
     AnswerParser,
     AssistantMessage,
     ToolCall,
     call_format,
-    template_message,
 )
 
 TOKENIZERS = {template: chat_tokenizer(template) for template in (CHATML, THINKING, LLAMA, MISTRAL)}
@@ -21,10 +21,13 @@ NO_PROMPT = np.zeros(0, np.int32)
 ADD = ToolCall("add", '{"a": 1, "b": [2.5, "é"]}')
 
 
-def view(template, text, prompt="", **options):
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "now", "f")]
+
+
+def view(template, text, prompt="", tools=TOOLS, **options):
     tokenizer = TOKENIZERS[template]
     tokens = tokenizer.encode(text + tokenizer.special_tokens["eos_token"])
-    return AnswerParser(tokenizer).view(tokenizer.encode(prompt), tokens, **options)
+    return AnswerParser(tokenizer).view(tokenizer.encode(prompt), tokens, tools=tools, **options)
 
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2.5, "é"]}}'
@@ -60,7 +63,9 @@ def test_calls_are_found(template, text, content, calls):
     assert found == AssistantMessage(content, "", calls)
     ids = [call.id for call in found.calls]
     assert len({*ids}) == len(calls) and all(len(i) == 9 and i.isalnum() for i in ids)
-    assert view(template, text, calls=False).calls == ()
+    # Without tools, and where one of the calls is of another function, it is all text.
+    for tools in ([], TOOLS[2:]):
+        assert view(template, text, tools=tools) == AssistantMessage(text)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,13 @@ def test_calls_are_found(template, text, content, calls):
         (CHATML, "<tool_call>"),
         (CHATML, '<tool_call>{"name": "add", "arguments": {"a": 1'),
         (CHATML, '<tool_call>{"name": 3}</tool_call>'),
+        (CHATML, '<tool_call>{"name": "3 + 4", "arguments": {}}</tool_call>'),
+        (CHATML, '<tool_call>{"name": "Add", "arguments": {}}</tool_call>'),
+        (CHATML, '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        (CHATML, f'<tool_call>{CALL}</tool_call><tool_call>{{"name": "sub"}}</tool_call>'),
+        (CHATML, '<tool_call>{"name": "add", "arguments": null}</tool_call>'),
+        (CHATML, '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>'),
+        (CHATML, '<tool_call>{"name": "add", "arguments": 7}</tool_call>'),
         (CHATML, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
         (CHATML, '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'),
         (CHATML, f"<tool_call>{CALL}</tool_call> <tool_call>none</tool_call>"),
@@ -76,6 +88,10 @@ def test_calls_are_found(template, text, content, calls):
         (CHATML, '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 9999 + "}}"),
         (LLAMA, '{"name": "add"'),
         (LLAMA, '{"answer": 4}'),
+        (LLAMA, '{"name": "John", "parameters": {}}'),
+        (LLAMA, '{"name": "add", "parameters": [1]}'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "sub", "arguments": {}}]'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": "x"}]'),
         (LLAMA, "<|python_tag|>search.call(query='x')"),
         (MISTRAL, "[TOOL_CALLS] add"),
         (MISTRAL, f"[TOOL_CALLS] {CALL}"),
@@ -111,7 +127,9 @@ def test_the_beginning_that_was_given_belongs_to_the_answer_and_stop_strings_do_
 
 def test_formats_are_known_by_the_template():
     qwen_coder = "<tool_call>\n<function=name>"
-    for source in (PLAIN_TEMPLATE, qwen_coder):
+    glm = "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>"
+    ministral = "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}"
+    for source in (PLAIN_TEMPLATE, qwen_coder, glm, ministral):
         assert call_format(source) is None
     plain = TOKENIZERS[CHATML]
     template = ChatTemplate(PLAIN_TEMPLATE, origin="this test", special_tokens={})
@@ -151,14 +169,14 @@ def test_messages_for_clients_and_for_templates():
     (call,) = message["tool_calls"]
     assert call["type"] == "function" and json.loads(call["function"]["arguments"])["a"] == 1
     assert AssistantMessage("four").to_message() == {"role": "assistant", "content": "four"}
-    read = template_message(message | {"refusal": None, "annotations": []})
+    read = read_message(message | {"refusal": None, "annotations": []})
     assert read["content"] == "" and read["reasoning_content"] == "R"
     assert read["tool_calls"][0]["function"] == {
         "name": "add",
         "arguments": json.loads(ADD.arguments),
     }
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert template_message({"role": "user", "content": parts, "tool_calls": []}) == {
+    assert read_message({"role": "user", "content": parts, "tool_calls": []}) == {
         "role": "user",
         "content": "one two",
     }

@@ -25,7 +25,7 @@ from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import Prompts
+from jaxrl.types import Prompts, Stretch
 
 LONGEST = 300
 
@@ -201,7 +201,7 @@ def test_the_group_with_the_oldest_tokens_starts_first():
         samples += [Sample(n, 0, 1), Sample(n, 1, 1)]
         if version is not None:
             half = np.full(1, -0.5, np.float32)
-            samples[-1].add_decoded(np.array([7], np.int32), half, half, version)
+            samples[-1].add(Stretch(np.array([7], np.int32), half, half, version))
     prompts = Prompts.concatenate([next(run.prompts) for _ in range(4)])
     unfinished = UnfinishedGroups(prompts, 2, tuple(samples))
     assert unfinished.oldest_version_N[[0, 1, 3]].tolist() == [5, 3, 4]
@@ -336,5 +336,5 @@ def test_all_slots_are_busy_while_the_learner_works():
 
 
 def test_a_staleness_of_0_is_refused():
-    with pytest.raises(UserError, match=r"max_staleness.* -1 is below 0; use 0 to 1,000"):
+    with pytest.raises(UserError, match=r"max_staleness = -1: must be at least 0"):
         RolloutConfig(max_staleness=-1)

@@ -18,6 +18,7 @@ from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling, Sampling
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.private import coordination_client
 from jaxrl.rewards import Grade, Graders
 from jaxrl.rewards.grading import FunctionGrader
 from jaxrl.rollout.backend import SamplingOptions
@@ -70,7 +71,7 @@ assert hosts.largest(int(sys.argv[2])) == 1
 hosts._KEPT_BYTES = 1000
 for _ in range(3):
     hosts.on_first(lambda: 2000 * "x")
-assert len(hosts._store().key_value_dir_get_bytes("jaxrl/exchange/")) == 1
+assert len(coordination_client().key_value_dir_get_bytes("jaxrl/exchange/")) == 1
 try:
     hosts.check_same("the settings", [sys.argv[2]])
 except UserError as error:

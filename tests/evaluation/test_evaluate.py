@@ -183,6 +183,20 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
     assert {p.name for p in folder.iterdir()} == {"samples.jsonl", "results.json"}
 
 
+def test_the_most_probable_token_alone_is_greedy(directory, problems, tmp_path):
+    asked = ["--model", directory, "--set", problems[0], "--n", 2]
+    asked += ["--config.rollout.max_response_tokens=6"]
+    texts = {}
+    for name, limits in {
+        "sampled": {},
+        "greedy": {"evaluation.temperature": 0.0},
+        "most probable": {"evaluation.top_k": 1},
+    }.items():
+        assert run_command(*asked, "--out", tmp_path / name, **limits) == 0
+        texts[name] = [row["completion"] for row in rows_of(tmp_path / name)]
+    assert texts["most probable"] == texts["greedy"] != texts["sampled"]
+
+
 # The folder of a run
 
 
@@ -321,6 +335,7 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         "nothing to answer; name at least one --set FILE": model,
         "evaluation.num_samples": [*model, *sets, "--n", 0],
         "evaluation.top_p": [*model, *sets, "--config.evaluation.top_p=0"],
+        "evaluation.top_k": [*model, *sets, "--config.evaluation.top_k=-1"],
         "positions of the model": [*model, *sets, "--config.rollout.max_response_tokens=32768"],
         "longer than": [*model, *sets, "--config.data.max_prompt_tokens=2"],
         "needs 16": [*model, *sets, "--config.mesh.train=1-1-16"],

@@ -8,17 +8,20 @@ import sys
 
 import jax
 import pytest
+from beside import of_extension
 from meshes import mesh_of
 from processes import free_port, started
 
 from jaxrl.mesh.compilation_cache import cache_folder
+from jaxrl.models.compute import REMAT_POLICIES
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
+
+abstract_batch = of_extension("jaxrl_planner.compiled.programs:abstract_batch")
 
 # A program that is worth keeping, and whether it was compiled or read.
 PROGRAM = """
@@ -112,8 +115,8 @@ def test_processes_that_share_it_do_not_disturb_each_other(tmp_path):
 # The size of what is compiled
 
 
-def num_operations(num_layers: int, remat: str) -> int:
-    """Of the lowered update, all loops once."""
+def num_operations(num_layers: int, remat: str, kind: str = "") -> int:
+    """Operations of the lowered update whose names begin with `kind`, of all loops once."""
     model = ModelConfig(vocab_size=32, num_layers=num_layers, d_model=16, d_ff=16, head_dim=4)
     actor = Actor(
         model,
@@ -131,7 +134,7 @@ def num_operations(num_layers: int, remat: str) -> int:
 
     batch = abstract_batch(actor, PackedShape(2, 2, 2, 16))
     text = jax.jit(update).lower(actor.abstract_state(), batch).as_text()
-    return len(re.findall(r"\bstablehlo\.", text))
+    return len(re.findall(rf"\bstablehlo\.{kind}", text))
 
 
 @pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.long)])
@@ -139,6 +142,14 @@ def test_the_update_is_as_large_at_any_depth(remat):
     """Layers are scanned, so compiling 64 of them takes what 4 take."""
     sizes = {depth: num_operations(depth, remat) for depth in (4, 64)}
     assert len(set(sizes.values())) == 1, sizes
+
+
+def test_what_is_kept_of_a_layer_saves_all_its_products():
+    """Of a layer "full" repeats q, k, v, scores, mixed values, o, gate and up."""
+    products = {remat: num_operations(4, remat, "dot_general") for remat in REMAT_POLICIES}
+    assert products["projections"] == products["none"] == products["full"] - 8
+    # In host memory are q, k, v, o and down.
+    assert products["full"] - products["offload"] == 4
 
 
 def test_it_can_be_turned_off_for_a_while(tmp_path):

@@ -1,18 +1,23 @@
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import of_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh import rules
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.handover import Handover, move_arrays, move_program, route_of
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
-from jaxrl.planner.compiled.traffic import collectives
 from jaxrl.quantized import StoredType
+
+collectives = of_extension("jaxrl_planner.compiled.traffic:collectives")
 
 AXES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "norm": ("embed",)}
 WEIGHTS = {
@@ -35,7 +40,7 @@ def layout_mesh(first: int, train: str, fsdp: int = 1) -> Mesh:
 def plan(learner: Mesh, sampler: Mesh, dtype=jnp.float32, **options):
     """Weights on the learner's devices, their shardings on the sampler's, and the hand-over."""
     train = shardings(AXES, WEIGHTS, TRAIN_RULES, learner)
-    generate = shardings(AXES, WEIGHTS, GENERATE_RULES, sampler)
+    generate = rules.generation_shardings(AXES, WEIGHTS, sampler)
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), WEIGHTS)
     move = Handover(shapes, train, generate, dtype, **options)
     return jax.device_put(WEIGHTS, train), generate, move
@@ -118,11 +123,16 @@ def test_any_two_shardings(sizes, others, spec, wanted):
     ("learner", "fsdp", "sampler", "bucket_bytes"),
     [("1-4-1", 1, "1-2-2", None), ("2-1-2", 2, "1-4-1", 300), ("1-2-2", 2, "2-1-1", 1)],
 )
-def test_weights_lie_as_the_sampler_asks(learner, fsdp, sampler, bucket_bytes):
+@pytest.mark.parametrize("listed", [False, True])
+def test_weights_lie_as_the_sampler_asks(learner, fsdp, sampler, bucket_bytes, listed):
+    """With `listed` as on GPUs: a list of layers in place of a stack."""
+    listed &= sampler[0] == "1"
     meshes = layout_mesh(0, learner, fsdp), layout_mesh(4, sampler)
-    params, wanted, move = plan(*meshes, bucket_bytes=bucket_bytes)
+    with mock.patch.object(rules, "lists_layers", lambda mesh: listed):
+        params, wanted, move = plan(*meshes, bucket_bytes=bucket_bytes)
+    expected = {name: [*x] if listed and x.ndim > 1 else x for name, x in WEIGHTS.items()}
     for moved in (move.by_shards(params), move.to_generate(params)):
-        jax.tree.map(np.testing.assert_array_equal, moved, WEIGHTS)
+        jax.tree.map(np.testing.assert_array_equal, moved, expected)
         jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), moved, wanted)
     jax.tree.map(np.testing.assert_array_equal, params, WEIGHTS)
     if bucket_bytes == 1:

@@ -2,12 +2,14 @@ import re
 
 import jax
 import pytest
+from beside import of_extension
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import TRAIN_RULES
-from jaxrl.planner.mesh_command import groups as groups_of
+
+groups_of = of_extension("jaxrl_planner.mesh_command:groups")
 
 
 def layout_of(train: str, generate: str = "", **shares: int) -> ParallelLayout:

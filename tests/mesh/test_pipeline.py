@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import of_extension
 from closeness import BFLOAT16, assert_close
 from flax import nnx
 from meshes import mesh_of
@@ -23,7 +24,8 @@ from jaxrl.models.decoder import decoder_graph, evened, fitted, init_params
 from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.mixture import load_balancing_loss
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.compiled.traffic import collectives
+
+collectives = of_extension("jaxrl_planner.compiled.traffic:collectives")
 
 B, T = 8, 8
 DENSE = ModelConfig(

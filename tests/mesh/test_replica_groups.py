@@ -133,9 +133,10 @@ hosts.start(hosts.HostsConfig(coordinator=sys.argv[1], num_processes=4, process_
 import types
 from jaxrl.mesh import replica_groups as module
 from jaxrl.rollout.decode_loops import DecodeLoops
-from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
+from jaxrl.rollout.group_loop import GroupLoop
+from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.sampling import SamplingOptions
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions, Prompts, Stretch
 from meshes import mesh_of
 
 # Small ones, so that several are sent one after another.
@@ -166,10 +167,10 @@ class Loop:
 def sampled(sample, keeps_routes):
     random = np.random.default_rng([sample.prompt, sample.index])
     size = 0 if sample.prompt == 1 else int(random.integers(1, 40))
-    sample.add_decoded(
+    sample.add(Stretch(
         random.integers(0, 2**31 - 1, size).astype(np.int32),
         random.normal(size=size).astype(np.float32), random.normal(size=size).astype(np.float32), 7,
-    )
+    ))
     sample.finished, sample.truncated = True, bool(random.integers(2))
     if keeps_routes:
         length = len(prompts.tokens[sample.prompt]) + size - 1
@@ -192,19 +193,18 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
     work = [9.0, 7.0, 6.0, 2.0, 1.0]
     group_N = np.array([0, 1, 2, 2, 1] if num_groups == 3 else [0, 1, 1, 0, 0])
     limits = types.SimpleNamespace(max_prompt_tokens=99, max_response_tokens=99)
-    engine = types.SimpleNamespace(config=limits)
     for keeps_routes in (False, True):
         options = SamplingOptions(num_samples=2, seed=0, step=7, temperature=1.0)
         ours, expected = (SampleGroups(options, texts) for _ in range(2))
         for n in expected.add(prompts):
             for sample in expected.samples[n]:
                 sampled(sample, keeps_routes)
-        loops = DecodeLoops({g: Loop(keeps_routes) for g in groups.here}, groups, version=7)
-        running = GroupLoop(loops, ours, options, engine)
+        loops = DecodeLoops({g: Loop(keeps_routes) for g in groups.here}, groups)
+        running = GroupLoop(ours, options, lambda: loops, dict, limits)
         running.add(prompts, np.array(work))
         # Until all have ended, and only then the lengths are told over the devices.
         ended, dispatches, on_devices = [], 0, keeps_routes
-        while loops.busy if on_devices else loops.num_unfinished:
+        while loops.num_unfinished(here=on_devices):
             loops.finish()
             dispatches += 1
             if not on_devices:
@@ -214,10 +214,10 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
                 # All begin with the first dispatch.
                 for s in sum(ours.samples.values(), []):
                     elsewhere = not s.finished and s.holder != own
-                    assert not elsewhere or (len(s), s.oldest_version) == (1, 7)
+                    assert not elsewhere or (len(s), s.oldest_version) == (1, 0)
         if on_devices:
             ended = running.ended(loops.agree(on_devices=True))
-        assert sorted(ended) == list(range(5)) and loops.num_unfinished == 0
+        assert sorted(ended) == list(range(5)) and loops.num_unfinished() == 0
         # The same order on all processes.
         hosts.check_same("the order", [np.array(ended)])
         # Two to six samples of a group, halved by each dispatch.
@@ -254,8 +254,8 @@ for layout, num_groups in (("1-1-6", 3), ("1-4-2", 2)):
 
         # Groups that are not finished, for a checkpoint: the tokens of all samples, wherever they are.
         ours, alone = (SampleGroups(options, texts) for _ in range(2))
-        loops = DecodeLoops({g: Loop(keeps_routes) for g in groups.here}, groups, version=7)
-        running = GroupLoop(loops, ours, options, engine)
+        loops = DecodeLoops({g: Loop(keeps_routes) for g in groups.here}, groups)
+        running = GroupLoop(ours, options, lambda: loops, dict, limits)
         running.add(prompts, np.array(work))
         loops.finish()
         running.ended(loops.agree())

@@ -1,20 +1,25 @@
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import of_extension
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
+from jaxrl.mesh import rules
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
-from jaxrl.planner.compiled.traffic import collectives
-from jaxrl.planner.hardware.cluster import read_topology
-from jaxrl.planner.resharding_costs import of_resharding
 from jaxrl.quantized import StoredType
+
+collectives = of_extension("jaxrl_planner.compiled.traffic:collectives")
+read_topology = of_extension("jaxrl_planner.hardware.cluster:read_topology")
+of_resharding = of_extension("jaxrl_planner.resharding_costs:of_resharding")
 
 AXES = {
     "embedding": ("vocab", "embed"),
@@ -39,14 +44,21 @@ def plan(
     dtype=jnp.float32,
     donate: bool = False,
     bucket_bytes: int | None = None,
+    listed: bool = False,
     **shares: int,
 ):
-    """Weights in their training layout, the shardings of generation, and the move between."""
+    """Weights in their training layout, the shardings of generation, and the move between.
+
+    `listed` asks for lists of layers in generation, as on a GPU.
+    """
     layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, **shares))
     mesh = build_mesh(layout, jax.devices()[: layout.num_devices], grouping.axes)
     train_shardings, generate_shardings = (
         shardings(AXES, WEIGHTS, rules, mesh) for rules in (grouping.train, grouping.generate)
     )
+    if listed:
+        with mock.patch.object(rules, "lists_layers", lambda mesh: True):
+            generate_shardings = rules.generation_shardings(AXES, WEIGHTS, mesh)
     params = jax.device_put(WEIGHTS, train_shardings)
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), WEIGHTS)
     move = Resharding(
@@ -184,6 +196,55 @@ def test_there_and_back_is_the_same_bit_for_bit(train, generate, shares, groupin
     jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), training, placed)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 300, None])
+@pytest.mark.parametrize(
+    ("train", "generate", "shares"),
+    [
+        ("1-4-2", "1-2-2-2", {}),
+        ("1-4-2", "1-1-4-2", {"fsdp": 2}),
+        # Stages split the layers, so that these cannot be slices.
+        ("2-2-2", "1-2-2-2", {"fsdp": 2}),
+        ("1-2-4", "1-4-1-2", {"fsdp": 2}),
+    ],
+)
+def test_a_list_has_the_layers_of_the_stack(train, generate, shares, bucket_bytes):
+    """Bit for bit, where generation wants them, there and back; the other copy is given up."""
+    options = {"listed": True, "donate": True, "bucket_bytes": bucket_bytes}
+    params, wanted, move = plan(train, generate, **options, **shares)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+    moved = move.to_generate(params)
+    assert params["layers"]["up"].is_deleted() and params["layers"]["norm"].is_deleted()
+    apart = WEIGHTS | {"layers": {name: [*x] for name, x in WEIGHTS["layers"].items()}}
+    jax.tree.map(np.testing.assert_array_equal, moved, apart)
+    jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), moved, wanted)
+    assert wanted["layers"]["norm"][1].spec == P(None)
+    again = move.to_train(moved)
+    assert moved["layers"]["up"][0].is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, again, WEIGHTS)
+    jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), again, placed)
+
+
+def test_no_program_holds_a_stack_beside_its_layers():
+    """Of four layers of [256, 512] over t = 4, two to a group: a layer has 256 KiB a device."""
+    layout = ParallelLayout.from_config(LayoutConfig(train="1-4-2", generate="1-2-2-2"))
+    mesh = build_mesh(layout, jax.devices()[:8])
+    axes, layer = {"up": ("layers", "embed", "mlp")}, 256 * 512 // 2 * 4
+    shapes = {"up": jax.ShapeDtypeStruct((4, 256, 512), jnp.float32)}
+    train = shardings(axes, shapes, TRAIN_RULES, mesh)
+    with mock.patch.object(rules, "lists_layers", lambda mesh: True):
+        generate = rules.generation_shardings(axes, shapes, mesh)
+    move = Resharding(shapes, train, generate, jnp.float32, donate=True, bucket_bytes=1)
+    (bucket,) = move.buckets
+    assert bucket.num_slices == 4
+    memory = bucket.gather_program.lower(*bucket.gather_arguments()).compile().memory_analysis()
+    # The layer, and the count of those that are done; beside them the layer as it is gathered.
+    assert memory.output_size_in_bytes < layer + 100
+    assert memory.temp_size_in_bytes < 2 * layer
+    # On the way back all that is beside the layers is what training gets.
+    back = bucket.slice_program.lower(*bucket.slice_arguments()).compile().memory_analysis()
+    assert back.temp_size_in_bytes <= back.output_size_in_bytes == 4 * layer // 2
+
+
 def test_each_phase_gives_its_copy_up():
     params, _, move = plan("1-4-2", "1-2-2-2", donate=True)
     generating = move.to_generate(params)
@@ -232,15 +293,17 @@ def test_the_peak_is_a_bucket_above_the_generation_copy(bucket_bytes):
     assert move.peak_bytes() == copy + expected[bucket_bytes]
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
-def test_new_weights_do_not_compile_the_move_again(caplog, bucket_bytes):
-    params, _, move = plan("1-4-2", "1-2-2-2", fsdp=2, bucket_bytes=bucket_bytes)
+def test_new_weights_do_not_compile_the_move_again(caplog, bucket_bytes, listed):
+    options = {"bucket_bytes": bucket_bytes, "listed": listed}
+    params, _, move = plan("1-4-2", "1-2-2-2", fsdp=2, **options)
     doubled = jax.tree.map(lambda w: w + w, params)
     move.to_generate(params)
     with jax.log_compiles():
         moved = move.to_generate(doubled)
     assert not [message for message in caplog.messages if message.startswith("Compiling")]
-    np.testing.assert_array_equal(moved["layers"]["up"], 2 * WEIGHTS["layers"]["up"])
+    np.testing.assert_array_equal(np.stack(moved["layers"]["up"]), 2 * WEIGHTS["layers"]["up"])
 
 
 def test_the_compiler_writes_one_all_gather_and_nothing_else():
@@ -296,10 +359,15 @@ IN_8_BITS = {
     ],
 )
 def test_8_bits_are_the_same_in_every_layout_and_bucket(train, generate, shares, bucket_bytes):
-    params, wanted, move = plan(
-        train, generate, dtype=IN_8_BITS, bucket_bytes=bucket_bytes, **shares
-    )
+    options = {"dtype": IN_8_BITS, "bucket_bytes": bucket_bytes, **shares}
+    params, wanted, move = plan(train, generate, **options)
     moved = move.to_generate(params)
+    if generate[0] == "1":
+        listed = plan(train, generate, **options, listed=True)[2].to_generate(params)["layers"]
+        for i, up in enumerate(listed["up"]):
+            stack = moved["layers"]["up"]
+            np.testing.assert_array_equal(up.values, stack.values[i])
+            np.testing.assert_array_equal(up.scale, stack.scale[i])
     up = WEIGHTS["layers"]["up"]
     scale = np.abs(up).max(1, keepdims=True) * np.float32(1 / 127)
     np.testing.assert_array_equal(moved["layers"]["up"].values, np.rint(up / scale))

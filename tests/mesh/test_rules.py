@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 from jaxrl.errors import UserError
+from jaxrl.mesh import rules
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import (
@@ -137,9 +138,9 @@ def test_a_mesh_axis_claimed_twice_is_refused():
 def test_both_tables_know_the_same_axes_and_no_weight_claims_one_twice():
     assert set(TRAIN_RULES) == set(GENERATE_RULES)
     mesh = abstract_mesh(ParallelLayout(p=4, t=4, d=8, p_g=2, t_g=2, fsdp=2, context=2))
-    for rules in RULE_TABLES:
+    for table in RULE_TABLES:
         for shape, axes in WEIGHTS.values():
-            spec(axes, shape, rules, mesh)
+            spec(axes, shape, table, mesh)
 
 
 def test_activations_of_generation_use_every_device():
@@ -210,3 +211,27 @@ def test_every_generation_shard_contains_the_training_shard_of_its_device(layout
         for device in mesh.devices.flat:
             pairs = zip(cells(train[device], shape), cells(generate[device], shape), strict=True)
             assert all(own <= whole for own, whole in pairs), (name, device)
+
+
+@pytest.mark.parametrize(
+    ("platform", "generate", "listed"),
+    [("gpu", "1-2-2-2", True), ("gpu", "2-2-1-2", False), ("tpu", "1-2-2-2", False)],
+)
+def test_layers_are_listed_on_gpus_without_stages(platform, generate, listed, monkeypatch):
+    mesh = mesh_of("2-2-2", generate)
+    monkeypatch.setattr(rules, "platform_of", lambda mesh: platform)
+    axes = {
+        "up": ("layers", "embed", "mlp"),
+        "first": ("unstaged_layers", "mlp"),
+        "embedding": ("embed",),
+    }
+    shapes = {"up": (4, 6, 8), "first": (3, 8), "embedding": (6,)}
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    where = rules.generation_shardings(axes, shapes, mesh)
+    whole = rules.shardings(axes, shapes, rules.GENERATE_RULES, mesh)
+    if not listed:
+        assert where == whole
+        return
+    assert [s.spec for s in where["up"]] == [P(None, "tensor_gen")] * 4
+    assert [s.spec for s in where["first"]] == [P("tensor_gen")] * 3
+    assert where["embedding"] == whole["embedding"]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import of_extension
 from closeness import BFLOAT16, assert_close
 from extras import import_extra
 from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -20,7 +21,8 @@ from jaxrl.models.cache.kv_cache import KVCache
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention, segment_offsets
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import needed_tiles
-from jaxrl.planner.hardware.cluster import read_topology
+
+read_topology = of_extension("jaxrl_planner.hardware.cluster:read_topology")
 
 # Nine tokens are a row of one block, of three whole blocks, or of two and a padded one.
 BLOCK_TOKENS = pytest.mark.parametrize("block_tokens", [512, 3, 4])

@@ -12,8 +12,14 @@ from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.decoder import decoder_graph, init_params, rotary_angles, rotate
-from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
+from jaxrl.models.decoder import (
+    decoder_graph,
+    init_params,
+    rotary_angles,
+    rotate,
+    split_layers,
+)
+from jaxrl.models.model_config import STACKS, LoraConfig, ModelConfig, RopeScaling
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
@@ -134,6 +140,17 @@ FAMILIES["glm-4.5"] = dataclasses.replace(
 )
 
 
+# The parts of Gemma 3n's layers that others have not.
+SHARING = dataclasses.replace(
+    TINY,
+    num_layers=6,
+    qk_norm=True,
+    sliding_window=4,
+    layer_pattern=("sliding", "full"),
+    layer_inputs=6,
+    sharing_layers=2,
+    double_wide_sharing=True,
+)
 FAMILIES["deepseek-v3"] = dataclasses.replace(
     FAMILIES["glm-4.5"],
     qkv_bias=False,
@@ -270,6 +287,25 @@ def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
         assert_close(evaluate(compute), expected, scale=1)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [FAMILIES["gemma"], FAMILIES["gpt-oss"], FAMILIES["qwen3.5"], FAMILIES["glm-4.5"], SHARING],
+    ids=["windows", "sinks", "periods", "first dense", "sharing"],
+)
+def test_a_list_of_layers_computes_what_their_stack_does(config):
+    """And no stack is made of it again."""
+    _, params = model_of(config)
+    tokens_BT = random_tokens(10)
+    where = whole_sequence(tokens_BT)
+    evaluate = jax.jit(lambda params: forward(config, params, tokens_BT, *where))
+    apart = split_layers(params)
+    assert_close(evaluate(apart), evaluate(params), scale=1)
+    text = str(jax.make_jaxpr(evaluate)(apart))
+    stacks = [params[name] for name in STACKS if name in params]
+    sizes = {leaf.shape for leaf in jax.tree.leaves(stacks) if leaf.ndim > 3 or leaf[0].size > 300}
+    assert sizes and not [size for size in sizes if f"f32[{','.join(map(str, size))}]" in text]
+
+
 def test_with_all_layers_unrolled_there_is_no_scan_that_stacks_what_is_kept():
     """Stacked, the activations of all layers are copied once forward and once backward."""
     _, shapes, _ = decoder_graph(TINY)
@@ -398,6 +434,23 @@ def test_a_window_is_a_window_in_every_layer_that_slides_and_in_no_other():
 
     assert seen(("sliding",)) == 6
     assert seen(("sliding", "full")) == seen(("sliding", "sliding", "full")) == 11
+
+
+def test_queries_of_a_decoded_token_wait_for_nothing_but_on_a_tpu():
+    """A barrier there, and with several tokens none: a program of two layers has one in its scan."""
+    graph, params = decoder_graph(TINY)[0], init_params(TINY, jax.random.key(0))
+
+    def run(params, tokens):
+        attend = lambda q, k, v, kind, *_: (q, None)  # noqa: E731
+        zeros = jnp.zeros(tokens.shape, jnp.int32)
+        return nnx.merge(graph, params)(tokens, zeros, attend, compute=Compute()).hidden_BTD
+
+    def barriers(tokens, platform):
+        traced = jax.jit(run).trace(params, jnp.zeros((2, tokens), jnp.int32))
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("optimization_barrier")
+
+    assert [barriers(1, platform) for platform in ("tpu", "cuda", "cpu")] == [1, 0, 0]
+    assert barriers(2, "tpu") == 0
 
 
 def test_rotation_depends_on_distance_alone():

@@ -102,10 +102,10 @@ def test_merged_weights_compute_the_same(config):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"rank": -1}, "rank -1 is below 0"),
+        ({"rank": -1}, "rank = -1: must be at least 0"),
         (
             {"rank": 4, "targets": ("q", "query")},
-            "'query' is not one of q, k, v, o, gate, up, down",
+            "'query': is not one of q, k, v, o, gate, up, down",
         ),
     ],
 )
@@ -114,8 +114,27 @@ def test_what_is_no_adapter_is_refused(settings, complaint):
         LoraConfig(**settings)
 
 
+def without_experts(config):
+    """The model with adapters of attention alone, if PEFT has none of the others."""
+    targets = ("q", "k", "v", "o") if config.num_experts else config.lora.targets
+    return dataclasses.replace(config, lora=dataclasses.replace(config.lora, targets=targets))
+
+
+@pytest.mark.parametrize("targets", [("q", "gate"), ("up",), ("down", "o")])
+def test_adapters_of_experts_are_not_saved_for_peft(tmp_path, targets):
+    config = next(config for config in MODELS.values() if config.num_experts)
+    config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, targets=targets))
+    names = ", ".join(set(targets) & {"gate", "up", "down"})
+    with pytest.raises(
+        UserError, match=f"no adapters for single experts .* merge .* leave {names}"
+    ):
+        save_adapter({}, config, tmp_path / "out", dtype="float32", base="models/base")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("config", OF_FILES.values(), ids=OF_FILES)
 def test_adapters_come_back_as_they_were_saved(tmp_path, config):
+    config = without_experts(config)
     params = trained(config)
     save_adapter(params, config, tmp_path / "out", dtype="float32", base="models/base")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -152,11 +171,7 @@ def test_peft_loads_the_adapter_onto_the_base_model(tmp_path, config):
     peft = import_extra("parity", "peft")
     torch = import_extra("parity", "torch")
     transformers = import_extra("parity", "transformers")
-    if config.num_experts:
-        # Since Transformers 5 its experts are one fused tensor, which PEFT has no such adapters for.
-        config = dataclasses.replace(
-            config, lora=dataclasses.replace(config.lora, targets=("q", "k", "v", "o"))
-        )
+    config = without_experts(config)
     params = trained(config)
     base = lora.base_config(config)
     save_checkpoint(lora.split(params)[1], base, tmp_path / "base", dtype="float32")

@@ -5,8 +5,8 @@ import threading
 
 import numpy as np
 import pytest
+from beside import of_extension
 
-from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
 from jaxrl.rewards.answer import grade_answer
@@ -14,7 +14,10 @@ from jaxrl.rewards.grading import FunctionGrader, Grader, Verdict
 from jaxrl.rewards.score import AskedVerdicts, score_completions
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
-from jaxrl.types import Branch, Completions, Prompts
+from jaxrl.types import Branch, Completions, Prompts, Stretch
+
+Talk = of_extension("jaxrl_agents.agent_rows:Talk")
+group_of = of_extension("jaxrl_agents.agent_rows:group_of")
 
 
 def completions_of(answers: list[str], texts: list[str], lengths: list[int]) -> Completions:
@@ -69,7 +72,7 @@ def conversation(*turns: tuple[bool, str]) -> Completions:
     masks = [np.full(len(text), by_policy, np.float32) for by_policy, text in turns]
     tokens = np.concatenate([prompt, *said])
     mask = np.concatenate([np.zeros(len(prompt), np.float32), *masks])
-    talk = Talk((Branch(tokens, 0 * mask, 0 * mask, mask, 0 * tokens),), None)
+    talk = Talk((Branch(tokens, 0 * mask, 0 * mask, 0, mask),), None)
     return group_of(
         prompts, [talk], 1, lambda sequences: ["".join(map(chr, tokens)) for tokens in sequences]
     )
@@ -109,7 +112,7 @@ def test_the_words_of_an_environment_are_not_graded(turns, correct):
 
 def test_texts_are_made_on_the_thread_of_the_graders():
     sample, threads = Sample(0, 0, 1), []
-    sample.add_decoded(np.arange(3, dtype=np.int32), *np.zeros((2, 3), np.float32), 1)
+    sample.add(Stretch(np.arange(3, dtype=np.int32), *np.zeros((2, 3), np.float32), 1))
 
     def decode_texts(sequences):
         threads.append(threading.get_ident())

@@ -10,9 +10,13 @@ import time
 
 import numpy as np
 import pytest
+from tiny_runs import tiny_config
 
+from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.rewards.user import UserRewards
+from jaxrl.trainer.role_table import ROLES
+from jaxrl.trainer.run_rewards import reward_functions
 
 FUNCTIONS = """
     import os, time
@@ -97,6 +101,28 @@ def test_a_module_is_found_where_this_process_finds_it(path, completions, monkey
     assert "my_rewards" not in sys.modules
 
 
+def test_the_limit_of_a_run_is_a_setting(path, completions, tmp_path):
+    function = {"path": f"{path}:hang", "weight": 1.0}
+    settings = {"reward.functions": {"hang": function}, "reward.functions_timeout_s": 3.0}
+    config = tiny_config(tmp_path, settings)
+    with contextlib.closing(reward_functions(config, NoTimer())) as rewards:
+        began = time.monotonic()
+        with pytest.raises(UserError, match=r"within 3 s .* raise reward\.functions_timeout_s"):
+            rewards.scores(f"{path}:hang", completions)
+        assert 3 <= time.monotonic() - began < 60
+
+
+def test_a_reward_model_has_the_weight_of_its_setting(tmp_path):
+    settings = {"reward.model": "weights/judge", "reward.model_weight": 0.25}
+    config = tiny_config(tmp_path, settings)
+    term = ROLES["reward"].reward(object(), config)
+    assert (term.name, term.weight) == ("model", 0.25)
+    config.reward.check_several_terms("gdpo")
+    without = tiny_config(tmp_path, settings, reward__model_weight=0.0)
+    with pytest.raises(UserError, match="grader alone"):
+        without.reward.check_several_terms("gdpo")
+
+
 @pytest.mark.parametrize("name", ["hang", "spin"])
 def test_one_that_hangs_is_ended_at_the_time_limit(rewards, path, completions, name):
     worker = rewards("brevity", name)
@@ -125,17 +151,17 @@ def test_what_goes_wrong_is_one_line(rewards, path, completions, name, message, 
 
 
 @pytest.mark.parametrize(
-    ("source", "message", "timeout_s"),
+    ("source", "message", "start_s"),
     [
         ("import no_such_thing", "ModuleNotFoundError", 60),
         ("import time\ntime.sleep(600)", "has not answered within 1 s", 1),
         ("import os\nos._exit(3)", r"ended its process \(status 3\)", 60),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_told_at_the_start(tmp_path, source, message, timeout_s):
+def test_a_file_that_cannot_be_imported_is_told_at_the_start(tmp_path, source, message, start_s):
     (tmp_path / "file.py").write_text(source)
     with pytest.raises(UserError, match=message):
-        UserRewards([f"{tmp_path}/file.py:f"], timeout_s=timeout_s)
+        UserRewards([f"{tmp_path}/file.py:f"], start_s=start_s)
 
 
 def commands() -> str:

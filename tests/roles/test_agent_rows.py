@@ -17,7 +17,7 @@ from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import PackedShape, RowLimits
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.sampling import turn_seed
-from jaxrl.types import AgentRows, Branch, Completions, Prompts, Scored, TurnText
+from jaxrl.types import AgentFailure, AgentRows, Branch, Completions, Prompts, Scored, TurnText
 
 
 def row(*parts: tuple[list[int], float]) -> tuple[np.ndarray, np.ndarray]:
@@ -44,8 +44,8 @@ def talk(prompts: Prompts, rows, branches, *, scores=None, failed=None) -> Compl
         started_B=np.full(B, OPTIONS.step, np.int32),
         of_agents=AgentRows(
             np.array([np.nan] * B if scores is None else scores, np.float32),
-            np.array([False] * B if failed is None else failed),
-            tuple(tuple(Branch(t, -0.5 * m, m, m, 0 * t) for t, m in some) for some in branches),
+            tuple(AgentFailure("failed") if x else None for x in failed or [False] * B),
+            tuple(tuple(Branch(t, -0.5 * m, m, 0, m) for t, m in some) for some in branches),
         ),
     )
 
@@ -92,12 +92,32 @@ def test_a_failed_agent_counts_in_no_baseline():
     completions = talk(prompts_of([2]), rows, [[], [], []], failed=[False, False, True])
     batch, _ = pack_completions(completions, PackedShape(1, 4, 1, 8))
     group_B, num_groups = _groups(completions)
-    assert (group_B.tolist(), num_groups) == ([0, 0, 1], 2)
+    assert (group_B.tolist(), num_groups) == ([0, 0, -1], 1)
     advantage, _, _ = Estimator.of("grpo", {"normalize_std": False})(
         batch, np.array([1, 0, -9], np.float32), group_B, num_groups=num_groups
     )
     # The mean of 1 and 0.
     assert sorted(np.asarray(advantage)[np.asarray(batch.loss_mask) > 0]) == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "grpo_batch_std", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"],
+)
+def test_no_estimator_depends_on_what_a_failed_agent_got(name):
+    rows = [row(([5], 1)), row(([5, 6], 1)), row(), row(([4], 1)), row(([3], 1)), row()]
+    failed = [False, False, True] * 2
+    completions = talk(prompts_of([2], [3]), rows, [[]] * 6, failed=failed)
+    batch, _ = pack_completions(completions, PackedShape(1, 8, 1, 8))
+    group_B, num_groups = _groups(completions)
+
+    def advantage(of_failed: float) -> np.ndarray:
+        reward_B = np.array([1, 0, of_failed, 1, 1, of_failed], np.float32)
+        found = Estimator.of(name, {})(batch, reward_B, group_B, num_groups=num_groups)[0]
+        return np.asarray(found)
+
+    np.testing.assert_array_equal(advantage(0), advantage(100))
+    assert advantage(0).any()
 
 
 def test_graders_see_only_samples_that_agents_leave_to_them():

@@ -118,7 +118,12 @@ def test_adapters_of_every_kind_of_layer_train_alone():
     [
         ("1-1-2", 1, TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
         ("4-1-1", 1, TRAIN, "4 pipeline stages for 2 periods of 2 layers, 1 each"),
-        ("1-4-2", 2, TRAIN, "mesh.context 2 x 4 tensor shards do not divide the 4 key heads"),
+        (
+            "1-4-2",
+            2,
+            TRAIN,
+            "mesh.context 2 x t=4 of mesh.train do not divide model.delta_key_heads 4",
+        ),
     ],
 )
 def test_what_would_cut_a_state_is_refused(layout, context, train, message):

@@ -18,13 +18,14 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.losses import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs
-from jaxrl.trainer.algorithm import algorithm_of, estimator_of, policy_objective
+from jaxrl.trainer.resolved import resolve
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4
 SCORE = np.array([1, -1, 1, 1, -1, -1, 0.5, -1], np.float32)
 TERMS = {"brevity": {"path": "rules.py:brevity", "weight": 0.5}}
-RECIPE_OF = {"gae": "ppo", "remax": "remax"}
+RECIPE_OF = {"gae": "ppo", "remax": "remax", "reverse_kl": "distill"}
+NEEDS = {"gdpo": {"reward__functions": TERMS}, "reverse_kl": {"teacher__weights": "a/teacher"}}
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 LIMITS = {"limit_low": 0.1, "limit_high": 0.1, "max_ratio": 5.0}
 OPTIONS = {
@@ -41,11 +42,11 @@ OPTIONS = {
 
 
 def estimator_in(config: Config):
-    return estimator_of(config.algorithm)
+    return resolve(config).estimator
 
 
 def objective_in(config: Config):
-    return policy_objective(config.algorithm, config.train.load_balancing_coef)
+    return resolve(config).objective
 
 
 def make_config(**changes) -> Config:
@@ -72,8 +73,7 @@ def batch_of(shape: str = "packed"):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_advantage_by_its_name(name):
-    changes = {"reward__functions": TERMS} if name == "gdpo" else {}
-    recipe = RECIPE_OF.get(name, "grpo")
+    changes, recipe = NEEDS.get(name, {}), RECIPE_OF.get(name, "grpo")
     estimator = estimator_in(
         make_config(algorithm__advantage=name, algorithm__dataflow=recipe, **changes)
     )
@@ -173,9 +173,9 @@ def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
     own_loss = {"algorithm__loss": f"{file}:reinforce", "algorithm__loss_options": {"most": 1.5}}
     check_gradient(objective_in(make_config(**own_loss)))
     with pytest.raises(UserError, match="has no option least; it has most"):
-        algorithm_of(make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}}))
+        resolve(make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}}))
     with pytest.raises(UserError, match="takes ref_logprob, and this run has no reference"):
-        algorithm_of(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
+        resolve(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
     estimator = estimator_in(
         make_config(
             algorithm__advantage=f"{file}:centred", algorithm__advantage_options={"scale": 2.0}
@@ -253,11 +253,11 @@ def test_a_kl_estimate_by_its_name(name):
         ),
         (
             {"algorithm__kl__loss_coef": 0.1, "algorithm__kl__loss_estimate": "all"},
-            "kl.loss_estimate 'all' is not one of abs, abs+, k1",
+            "kl.loss_estimate = 'all': is not one of abs, abs+, k1",
         ),
         (
             {"algorithm__kl__reward_coef": 0.1, "algorithm__kl__reward_estimate": "full"},
-            "kl.reward_estimate 'full' is not one of abs, abs+, k1",
+            "kl.reward_estimate = 'full': is not one of abs, abs+, k1",
         ),
         (
             {
@@ -297,5 +297,5 @@ def test_a_kl_estimate_by_its_name(name):
 )
 def test_settings_that_contradict_each_other(changes, message):
     with pytest.raises(UserError) as error:
-        algorithm_of(make_config(**changes))
+        resolve(make_config(**changes))
     assert message in str(error.value)

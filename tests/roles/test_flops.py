@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import of_extension
 from meshes import mesh_of
 from small import actor_on
 
@@ -17,11 +18,13 @@ from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.planner.compiled.programs import abstract_batch, matmul_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
+
+abstract_batch = of_extension("jaxrl_planner.compiled.programs:abstract_batch")
+matmul_flops = of_extension("jaxrl_planner.compiled.programs:matmul_flops")
 
 R, T = 2, 64
 # Of the products of an update those that may be computed again, logits aside.

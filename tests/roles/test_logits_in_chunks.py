@@ -3,17 +3,19 @@
 import jax
 import numpy as np
 import pytest
+from beside import of_extension
 from meshes import mesh_of
 from model_sizes import sized_model
 from small import actor_on, whole_rows
 
-from jaxrl.planner.compiled.programs import abstract_batch
-from jaxrl.planner.compiled.traffic import counted_collectives
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
+
+abstract_batch = of_extension("jaxrl_planner.compiled.programs:abstract_batch")
+counted_collectives = of_extension("jaxrl_planner.compiled.traffic:counted_collectives")
 
 
 def compiled_update(actor: Actor, rows: int) -> jax.stages.Compiled:
@@ -40,18 +42,34 @@ def test_a_vocabulary_of_152k_takes_a_gigabyte_more():
     assert peak_bytes(151_936) - peak_bytes(1024) < most
 
 
-def stepped(train: str, dtype: str, **layout):
-    """The loss of a step and how it changes the unembedding, with several chunks of logits on a device."""
-    model = sized_model(512, 2, 256, 256, 4, 4, 64, tie_embeddings=False)
+def actor_in_chunks(train: str, dtype: str, *, copies_head=False, **layout) -> Actor:
+    """With several chunks of logits on a device."""
     actor = actor_on(
         mesh_of(train=train, **layout),
-        model=model,
+        model=sized_model(512, 2, 256, 256, 4, 4, 64, tie_embeddings=False),
         train=TrainConfig(rows=8, dtype=dtype, logprob_chunk_tokens=16),
         # With an epsilon as large as this a step of Adam has the scale of the gradient.
         optim=OptimConfig(
             lr=1.0, epsilon=1.0, lr_warmup_steps=0, weight_decay=0.0, grad_clip=np.inf
         ),
     )
+    assert not actor.copies_head
+    actor.copies_head = copies_head
+    return actor
+
+
+def casts(*given, **options) -> int:
+    """How often the text of the update casts the unembedding."""
+    actor = actor_in_chunks(*given, **options)
+    batches = (abstract_batch(actor, PackedShape(1, 1, 8, 64)),)
+    update = actor.update_program((SUPERVISED,))
+    text = update.lower(actor.abstract_state(), batches, None, actor.schedule).as_text()
+    return text.count("(tensor<256x512xf32>) -> tensor<256x512xbf16>")
+
+
+def stepped(*given, **options):
+    """The loss of a step and how it changes the unembedding."""
+    actor = actor_in_chunks(*given, **options)
     actor.init()
     before = jax.device_get(actor.state.params["unembedding"])
     loss = float(actor.update(actor.place(whole_rows(tokens=64)), SUPERVISED)["loss"])
@@ -76,6 +94,16 @@ def test_copies_of_the_unembedding_change_no_step(layout, dtype, rtol):
     assert loss == pytest.approx(expected_loss, rel=rtol)
     assert np.abs(expected).max() > 1e-3
     np.testing.assert_allclose(change, expected, atol=rtol * np.abs(expected).max())
+
+
+def test_on_an_accelerator_one_device_casts_the_unembedding_once():
+    """On CPU every chunk casts it, forward and backward; the step is the same."""
+    loss, change = stepped("1-1-1", "bfloat16")
+    assert casts("1-1-1", "bfloat16") > 1
+    found = stepped("1-1-1", "bfloat16", copies_head=True)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(found[1], change, atol=2e-2 * np.abs(change).max())
+    assert casts("1-1-1", "bfloat16", copies_head=True) == 1
 
 
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 2, "context": 4}, {}])

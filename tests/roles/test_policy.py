@@ -21,7 +21,13 @@ from jaxrl.models.compute import Compute
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, Objective, corrected, policy
-from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
+from jaxrl.roles.optimizer import (
+    OptimConfig,
+    Schedule,
+    StageOptimConfig,
+    build_optimizer,
+    learning_rate,
+)
 from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
@@ -583,6 +589,59 @@ def test_a_cosine_ends_at_the_final_share_and_stays_there():
     decayed = rates(13, lr_warmup_steps=1, lr_decay_steps=10, lr_final=0.2)
     np.testing.assert_allclose(decayed[[0, 5, 10, 12]], [1, 0.6, 0.2, 0.2], rtol=1e-6)
     assert (np.diff(decayed[:11]) < 0).all()
+
+
+# Factors by hand, by step. In brackets the part of the decay that is over.
+VERLS = [
+    # Step 0 trains nothing.
+    ("constant", 4, 0, {}, {0: 0, 1: 0.25, 3: 0.75, 4: 1, 100: 1}),
+    ("constant", 0, 0, {}, {0: 1, 1: 1}),
+    # [5/35]: .1 + .45 (1 + cos 25.714 deg) = .1 + .45 * 1.90097
+    ("cosine", 5, 40, {"lr_final": 0.1}, {0: 0, 4: 0.8, 5: 1, 10: 0.95544, 40: 0.1, 50: 0.1}),
+    # [1/4] .2 + .4 (1 + .70711), [1/2]
+    ("cosine", 4, 12, {"lr_final": 0.2}, {4: 1, 6: 0.88284, 8: 0.6, 12: 0.2}),
+    ("cosine", 0, 10, {}, {0: 1, 5: 0.5, 10: 0}),
+    # A whole wave falls and rises again.
+    ("cosine", 0, 10, {"lr_cycles": 1.0}, {0: 1, 5: 0, 10: 1}),
+    ("linear", 2, 12, {"lr_final": 0.5}, {0: 0, 1: 0.5, 2: 1, 7: 0.75, 12: 0.5, 13: 0.5}),
+    # int(35 * .9) = 31 steps at the full rate, and 4 of the decay from 36 on:
+    # [1/2] .1 + .45, [3/4] .1 + .45 (1 - .70711)
+    ("wsd", 5, 40, {"lr_final": 0.1}, {2: 0.4, 5: 1, 36: 1, 38: 0.55, 39: 0.23180, 40: 0.1}),
+    ("wsd", 4, 24, {"lr_stable_ratio": 0.5}, {13: 1, 14: 1, 19: 0.5, 24: 0}),
+    # Without a stable part it is the cosine.
+    ("wsd", 4, 12, {"lr_final": 0.2, "lr_stable_ratio": 0.0}, {6: 0.88284, 8: 0.6, 12: 0.2}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "warmup", "steps", "settings", "expected"), VERLS)
+def test_schedules_by_verls_definition(schedule, warmup, steps, settings, expected):
+    settings = {"lr_warmup_steps": warmup, "lr_decay_steps": steps, **settings}
+    found = rates(max(expected) + 1, lr_schedule=schedule, **settings)
+    np.testing.assert_allclose(found[[*expected]], [*expected.values()], rtol=1e-5, atol=1e-6)
+
+
+def test_the_schedule_by_default_counts_its_decay_from_the_first_step():
+    # [10/40]: .1 + .45 (1 + .70711)
+    found = rates(41, lr_warmup_steps=5, lr_decay_steps=40, lr_final=0.1)
+    np.testing.assert_allclose(found[[0, 10, 40]], [0.2, 0.86820, 0.1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_schedule": "constant", "lr_decay_steps": 9}, "'constant' has no decay"),
+        ({"lr_schedule": "cosine"}, "to lr_decay_steps 0, which has to be larger"),
+        ({"lr_schedule": "linear", "lr_decay_steps": 10}, "from lr_warmup_steps 10 to"),
+        ({"lr_schedule": "wsd", "lr_decay_steps": 3}, "to lr_decay_steps 3"),
+        ({"lr_schedule": "WSD"}, "lr_schedule"),
+        ({"lr_stable_ratio": 1.5}, "lr_stable_ratio"),
+        ({"lr_cycles": 0.0}, "lr_cycles"),
+    ],
+)
+@pytest.mark.parametrize("kind", [OptimConfig, StageOptimConfig])
+def test_schedules_that_cannot_be(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**settings)
 
 
 @ON_ONE_OR_EIGHT

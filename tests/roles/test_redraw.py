@@ -112,4 +112,19 @@ def test_only_trained_tokens_count(actor):
     batch = actor.place(pack_completions(completions, SHAPE)[0])
     draws = draws_of(completions, OPTIONS)
     none = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
-    assert np.isnan(float(actor.same_tokens(none, draws)))
+    assert actor.same_tokens(none, draws) is None
+
+
+def test_an_empty_microbatch_is_passed_over(actor):
+    """The first one has no trained token, and neither has the first minibatch."""
+    completions = actor.generate(PROMPTS, OPTIONS)
+    shape = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=16)
+    draws = draws_of(completions, OPTIONS)
+    whole = actor.place(pack_completions(completions, shape)[0])
+    mask = np.asarray(whole.loss_mask).copy()
+    mask[0], mask[1, 0] = 0, 0
+    assert mask.any()
+    assert float(actor.same_tokens(whole.replace(loss_mask=jnp.asarray(mask)), draws)) == 1
+    # Nothing is compared before the shortest length of an answer.
+    limits = truncation_of(top_k=0, top_p=1.0, min_p=0.0, min_tokens=99)
+    assert actor.same_tokens(whole, dataclasses.replace(draws, truncation=limits)) is None

@@ -13,14 +13,14 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.roles.losses import CorrectionConfig, policy
-from jaxrl.trainer.algorithm import shares_forward as shares_forward_of
+from jaxrl.trainer.resolved import resolve
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
 CORRECTION = CorrectionConfig(weights="token", normalize=True, reject=dict(token_ratio=(0.2, 6.0)))
 
 
 def shares_forward(config: Config) -> bool:
-    return shares_forward_of(config.algorithm, config.train.load_balancing_coef)
+    return resolve(config).shares_forward
 
 
 def step(shape, correction, *, shares, layout=ONE_DEVICE):

@@ -158,7 +158,7 @@ def test_files_have_the_layers_of_the_model(tmp_path):
 
 
 def test_stages_that_sample_divide_the_layers():
-    rule = "generation has 2 pipeline stages, which do not divide 3 layers; choose p_g = 1"
+    rule = "p_g=2 pipeline stages of mesh.generate do not divide 3 layers .*; choose p_g = 1"
     with pytest.raises(UserError, match=rule):
         actor_on(mesh_of("2-2-2"), model=THREE, engine=ENGINE)
 

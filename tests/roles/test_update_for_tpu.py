@@ -3,19 +3,21 @@
 import re
 
 import pytest
+from beside import of_extension
 from jax.sharding import Mesh
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.compiled.ahead import compile_piece
-from jaxrl.planner.compiled.programs import abstract_batch
-from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
+
+compile_piece = of_extension("jaxrl_planner.compiled.ahead:compile_piece")
+abstract_batch = of_extension("jaxrl_planner.compiled.programs:abstract_batch")
+read_topology = of_extension("jaxrl_planner.hardware.cluster:read_topology")
 
 MODEL = ModelConfig(
     vocab_size=512, num_layers=4, d_model=256, d_ff=1024, num_heads=4, num_kv_heads=2, head_dim=64

@@ -127,8 +127,10 @@ def test_the_actor_learns_while_its_former_weights_sample():
     while rollout.dispatch(later, draw):
         pass
     (group,) = rollout.take_finished()
-    assert group.samples.samples[0].version.tolist() == [0, 0, 1, 1]
-    assert group.oldest_version == 0 and group.count_older(1) == 2
+    (sample,) = group.samples.samples
+    assert sample.sampled.version.tolist() == [0, 0, 1, 1]
+    assert group.oldest_version == 0 and group.completions.num_stale(1) == 2
+    assert group.completions.tokens[0] is sample.tokens, "two dispatches have brought one array"
     actor.close()
 
 
@@ -146,7 +148,7 @@ def test_a_sample_in_its_slot_goes_on_as_if_nothing_was_if_the_weights_are_the_s
     (group,) = rollout.take_finished()
     np.testing.assert_array_equal(group.completions.tokens[0], whole.tokens[0])
     np.testing.assert_array_equal(group.completions.rollout_logprob[0], whole.rollout_logprob[0])
-    assert group.samples.samples[0].version.tolist() == [0, 1, 2, 3]
+    assert group.samples.samples[0].sampled.version.tolist() == [0, 1, 2, 3]
     actor.close()
 
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from beside import of_extension
 from meshes import mesh_of
 from tokens import prompts_of
 
@@ -15,8 +16,9 @@ from jaxrl.rollout import drivers
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig, EngineSettings
-from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.types import Completions, Prompts
+
+ServeConfig = of_extension("jaxrl_serving.serve_config:ServeConfig")
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=1, d_model=8, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=4

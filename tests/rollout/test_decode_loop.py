@@ -74,7 +74,7 @@ def test_samples_that_come_while_others_run_are_the_same():
         added[result.sample] += result.tokens.tolist()
     for sample in samples:
         assert sample.tokens.tolist() == added[sample] == expected[sample.prompt, sample.index]
-        assert set(sample.version.tolist()) == {4}
+        assert set(sample.sampled.version.tolist()) == {4}
     ends = [(r.sample, r.end) for r in results if r.end is not None]
     assert len(ends) == len(samples)
     for sample, end in ends:
@@ -135,6 +135,44 @@ def test_stop_strings_serve_whoever_feeds_the_loop():
     for sample in stopping:
         assert sample.tokens.tolist() == added[sample] == expected[sample.prompt, sample.index]
     assert {End.STOP_ID, End.STOP_STRING} <= {result.end for result in results}
+
+
+@pytest.mark.parametrize("strings", [(), ("\N{NULL}never",)])
+def test_ids_of_a_request_end_its_samples_and_stay_in_them(strings):
+    """Beside samples that have none, and for continued samples."""
+    said = collections.Counter(t for tokens in offline().values() for t in set(tokens[1:]))
+    stop_ids = tuple(token for token, _ in said.most_common(4) if token not in CONFIG.stop_ids)
+    stopping = samples_of(1, stop_ids=(*stop_ids, 10**6), stop_strings=strings)
+    free = samples_of(1)
+    loop = new_loop()
+    loop.add([*free, *stopping])
+    last = {r.sample: r.end for r in drain(loop, [])}
+    cut = 0
+    for sample, other in zip(stopping, free, strict=True):
+        whole = other.tokens.tolist()
+        at = next((i for i, token in enumerate(whole) if token in stop_ids), len(whole) - 1)
+        assert sample.tokens.tolist() == whole[: at + 1]
+        assert sample.sampled.logprob.tolist() == other.sampled.logprob.tolist()[: at + 1]
+        stopped = whole[at] in (*stop_ids, *CONFIG.stop_ids)
+        assert last[sample] is (End.STOP_ID if stopped else End.FULL)
+        assert sample.truncated == (not stopped)
+        cut += at + 1 < len(whole)
+    assert cut
+
+
+def test_the_first_of_a_stop_string_and_a_stop_id_ends_a_sample():
+    loop, whole = new_loop(), offline()
+    # A sample with two characters of one byte, whose token is their number.
+    spoken = {key: [t for t in dict.fromkeys(x) if 31 < t < 128] for key, x in whole.items()}
+    (n, g), (first, second, *_) = next(x for x in spoken.items() if len(x[1]) > 1)
+    for string, token, end in (
+        (chr(first), second, End.STOP_STRING),
+        (chr(second), first, End.STOP_ID),
+    ):
+        sample = samples_of(n, stop_strings=(string,), stop_ids=(token,))[g]
+        loop.add([sample])
+        assert drain(loop, [])[-1].end is end
+        assert sample.tokens.tolist() == whole[n, g][: whole[n, g].index(first) + 1]
 
 
 def test_text_is_decoded_only_where_a_stop_string_can_have_ended():

@@ -28,14 +28,15 @@ def test_by_hand():
     log.start(np.array([2]))
     second = dispatch(rng, [2, 4, 4])
     log.append(second)
-    token, logprob, entropy = log.take(0)
+    token, logprob, entropy, version = log.take(0, 3).arrays
+    np.testing.assert_array_equal(version, [3] * 6)
     np.testing.assert_array_equal(token, [*first.token[0], *second.token[0, :2]])
     np.testing.assert_array_equal(logprob, [*first.logprob[0], *second.logprob[0, :2]])
     np.testing.assert_array_equal(entropy, [*first.entropy[0], *second.entropy[0, :2]])
     np.testing.assert_array_equal(log.tail(1, 5), [first.token[1, 3], *second.token[1]])
-    np.testing.assert_array_equal(log.take(2)[0], second.token[2])
+    np.testing.assert_array_equal(log.take(2, 3).tokens, second.token[2])
     # A sample that goes on begins another stretch.
-    assert len(log.take(2)[0]) == 0
+    assert len(log.take(2, 3)) == 0
 
 
 @pytest.mark.parametrize("columns", [4, 7, 256])
@@ -78,14 +79,15 @@ def test_every_sample_gets_its_own_tokens(columns, seed, monkeypatch):
         given, received = {}, {}
         for slot in ends:
             if rng.random() < 0.5:
-                assert log.take(slot)[0].tolist() == own[slot]
+                assert log.take(slot, 3).tokens.tolist() == own[slot]
             else:
                 cut = int(rng.integers(0, count[slot] + 1))
                 given[slot] = own[slot][: len(own[slot]) - cut]
                 log.give_later(
                     np.array([slot]),
                     np.array([cut]),
-                    [lambda token, *_, slot=slot, to=received: to.update({slot: token.tolist()})],
+                    3,
+                    [lambda x, slot=slot, to=received: to.update({slot: x.tokens.tolist()})],
                 )
                 # Another sample starts in the slot before the tokens are passed on.
                 log.start(np.array([slot]))

@@ -10,12 +10,10 @@ from byte_engine import assert_same_samples, placed
 from closeness import assert_close
 from plain_pass import plain_logprobs
 from test_driver import OPTIONS, PROMPTS, engine_of, spell
-from test_engine import MODEL
+from test_engine import MODEL, attend_by_kernel
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
-from jaxrl.rollout import cache_choice
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.slot_pages import SlotPages
@@ -97,20 +95,14 @@ FIRST_DENSE = dataclasses.replace(
 @pytest.mark.parametrize("unroll", [1, 4], ids=["scan", "list"])
 def test_kernels_find_the_layer_by_its_number(unroll, model, stacks, cache, monkeypatch):
     """One layer of two has keys and values, so the number is that of a period. First layers are apart."""
-    model = dataclasses.replace(model, head_dim=128)
-    changes = {"kv_dtype": "bfloat16", "attention": "xla", "cache": cache}
+    model = dataclasses.replace(model, head_dim=16)
+    changes = {"attention": "xla", "cache": cache}
     expected = backend_of(model=model, decode_attention="xla", unroll=1, **changes)
     expected = expected.generate(PROMPTS, OPTIONS)
     seen = set()
-
-    def kernel(q_BQH, cache, *rest, **options):
-        seen.add(getattr(cache, "pool", cache).k.shape[0])
-        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
-
-    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    attend_by_kernel(monkeypatch, lambda cache: seen.add(getattr(cache, "pool", cache).k.shape[0]))
     backend = backend_of(model=model, decode_attention="auto", unroll=unroll, **changes)
-    assert backend.engine.lists_layers == (unroll > 1)
+    assert backend.engine.splits_layers == (unroll > 1)
     assert_same_samples(backend.generate(PROMPTS, OPTIONS), expected)
     assert seen == stacks
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import of_extension
 from closeness import assert_close
 from meshes import mesh_of
 from model_sizes import sized_model
@@ -16,12 +17,12 @@ from tokens import prompts_of
 
 from jaxrl.algos.logprobs import log_softmax_entropy
 from jaxrl.errors import UserError
+from jaxrl.mesh import rules
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
-from jaxrl.planner.compiled.programs import sampler_shapes
+from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_gpu
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape, RowLimits, plan_packing
@@ -32,10 +33,11 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.decode_state import Assignment
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine, host_inputs
-from jaxrl.rollout.engine_sizes import PageSizes
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts
+
+sampler_shapes = of_extension("jaxrl_planner.compiled.programs:sampler_shapes")
 
 T, R = 6, 10
 MODEL = sized_model(16, 2, 16, 32, 4, 2, 8, num_tokens=14)
@@ -197,6 +199,20 @@ def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
         assert_close(whole[-len(response) :], logprob, scale=1)
 
 
+def test_a_list_of_layers_samples_as_their_stack_does(expected, monkeypatch, caplog):
+    """As on GPUs: from weights that train as stacks, and each program is compiled once."""
+    monkeypatch.setattr(rules, "lists_layers", lambda mesh: True)
+    config = dataclasses.replace(BASE, unroll=1)
+    actor = actor_of.__wrapped__("1-4-2", "1-2-2-2", 2, config=config)
+    assert len(actor.backend.params["layers"]["mlp"]["up"]["weight"]) == MODEL.num_layers
+    assert_same(sample(actor), expected)
+    actor.for_training()
+    with jax.log_compiles():
+        again = sample(actor)
+    assert_same(again, expected)
+    assert not [message for message in caplog.messages if message.startswith("Compiling")]
+
+
 @pytest.mark.slow
 def test_the_sampler_and_the_trainer_agree_on_every_token_of_a_long_sample():
     """2,000 tokens, through many dispatches and every size of the cache."""
@@ -273,6 +289,26 @@ def test_a_pool_of_one_device_stays_on_it(cache, expected):
     assert_same(sample(actor), expected)
 
 
+# Of a size that the kernel of `attend_by_kernel` takes.
+OF_KERNEL = dataclasses.replace(MODEL, head_dim=16)
+
+
+def attend_by_kernel(monkeypatch, see) -> None:
+    """Lets engines take this machine for a GPU; its kernel is interpreted, and calls `see` with its cache.
+
+    On a float32 cache, though GPUs have none: in bfloat16 a key between two values may round to either in two
+    programs, and samples then differ by more than a comparison of float32 allows.
+    """
+
+    def kernel(q_BQH, cache, *rest, **options):
+        see(cache)
+        return paged_attention_gpu(q_BQH, cache, *rest, interpret=True, **options)
+
+    monkeypatch.setitem(KERNELS, "paged_gpu", kernel)
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr(cache_choice, "pick_decode_implementation", lambda *_, **__: "paged_gpu")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
@@ -280,26 +316,18 @@ def test_a_pool_of_one_device_stays_on_it(cache, expected):
     ids=lambda x: x[0],
 )
 def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
-    """An engine that takes this machine for a TPU, its kernel interpreted."""
-    model = dataclasses.replace(MODEL, head_dim=128)
-    config = dataclasses.replace(BASE, kv_dtype="bfloat16", attention="xla", decode_attention="xla")
-    by_xla = sample(actor_of(config=config, model=model), num_samples=1)
-    cache_shapes = set()
-
-    def kernel(q_BQH, cache, *rest, **options):
-        cache_shapes.add(cache.k.shape)
-        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
-
-    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    config = dataclasses.replace(BASE, attention="xla", decode_attention="xla")
+    by_xla = sample(actor_of(config=config, model=OF_KERNEL), num_samples=1)
+    shapes = set()
+    attend_by_kernel(monkeypatch, lambda cache: shapes.add(cache.k.shape))
     config = dataclasses.replace(config, decode_attention="auto")
-    actor = actor_of(*layout, config=config, model=model)
+    actor = actor_of(*layout, config=config, model=OF_KERNEL)
     assert_same(sample(actor, num_samples=1), by_xla)
     # One capacity, of whole pages, and one number of slots: the state is allocated once and never moves.
     engine = actor.backend.engine
     assert (engine.cache_sizes, engine.slot_sizes) == ((128,), (8,))
     # Of all layers where there are no stages; else of a layer, a device's slots of a microbatch and its head.
-    assert cache_shapes == {(2, 8, 2, 128, 128) if layout == ("1-1-1",) else (1, 2, 1, 128, 128)}
+    assert shapes == {(2, 8, 2, 128, 16) if layout == ("1-1-1",) else (1, 2, 1, 128, 16)}
 
 
 PAGED_ON = {
@@ -312,19 +340,12 @@ PAGED_ON = {
 @pytest.mark.parametrize("layout", mostly_slow(PAGED_ON, fast=("one device",)))
 def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, monkeypatch):
     """Stages gather their pages and use no kernel."""
-    model = dataclasses.replace(MODEL, head_dim=128)
-    config = dataclasses.replace(BASE, kv_dtype="bfloat16", attention="xla", decode_attention="xla")
-    by_xla = sample(actor_of(config=config, model=model), num_samples=1)
+    config = dataclasses.replace(BASE, attention="xla", decode_attention="xla")
+    by_xla = sample(actor_of(config=config, model=OF_KERNEL), num_samples=1)
     tables = set()
-
-    def kernel(q_BQH, cache, *rest, **options):
-        tables.add((cache.pool.k.shape, cache.table.shape))
-        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
-
-    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    attend_by_kernel(monkeypatch, lambda cache: tables.add((cache.pool.k.shape, cache.table.shape)))
     config = dataclasses.replace(config, decode_attention="auto", cache="paged", slots=16)
-    actor = actor_of(*layout, config=config, model=model)
+    actor = actor_of(*layout, config=config, model=OF_KERNEL)
     assert_same(sample(actor, num_samples=1), by_xla)
     engine = actor.backend.engine
     assert engine.pages.page_tokens == 16 and engine.slot_sizes == (16,)
@@ -334,7 +355,7 @@ def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, monkeypat
     else:
         # Of two kv heads each of four parts has the one that its queries need.
         held, per_slot = 1 if len(layout) > 1 else 2, engine.pages.pages_per_slot
-        assert tables == {((2, pages, held, 16, 128), (slots, per_slot))}
+        assert tables == {((2, pages, held, 16, 16), (slots, per_slot))}
 
 
 WINDOWED = dataclasses.replace(
@@ -410,15 +431,15 @@ def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
         choose(model, decode_attention="paged_tpu")
 
 
-@pytest.mark.parametrize(("platform", "warns"), [("cpu", True), ("tpu", False)])
-def test_pages_on_cpu_are_warned_about(monkeypatch, caplog, platform, warns):
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: platform)
-    choose = functools.partial(
-        cache_choice.choose_cache, MODEL, mesh_of(), dtype=jnp.float32, kv_dtype=jnp.float32
-    )
-    choose()
-    assert not caplog.text
-    choose(pages=PageSizes(shards=1, page_tokens=128, num_pages=3, pages_per_slot=2))
+@pytest.mark.parametrize(
+    ("cache", "platform", "warns"),
+    [("paged", "cpu", True), ("paged", "tpu", False), ("contiguous", "cpu", False)],
+)
+def test_pages_on_cpu_are_warned_about_where_a_user_has_set_them(
+    monkeypatch, caplog, cache, platform, warns
+):
+    monkeypatch.setattr(cache_choice, "platform_of", lambda _: platform)
+    cache_choice.warn_of_pages_on_cpu(cache, mesh_of())
     assert ("set it to contiguous" in caplog.text) == warns
 
 
@@ -512,7 +533,7 @@ def test_slots_keep_their_own_limit_and_temperature_while_others_start():
         source_S = np.where(np.arange(BASE.slots) == slot, 0, -1).astype(np.int32)
         limit_S = np.full_like(blank_S, limit)
         arrays = (tokens_PT, length_P, source_S, blank_S, blank_S, limit_S, blank_S)
-        scalars = (np.uint32(0), np.int32(0), np.float32(temperature))
+        scalars = (np.uint32(0), np.int32(0), np.float32(temperature), np.True_)
         placed = host_inputs(engine.mesh, *arrays, *scalars)
         prefix = engine.prefill(params, *placed[:2])
         return engine.insert(prefix, state, Assignment(*placed[2:7]), *placed[7:], truncation_of())
@@ -594,7 +615,8 @@ def test_layers_apart_are_copied_once_and_not_per_dispatch():
     engine = actor_of().backend.engine
     params = actor_of().backend.params
     apart = engine.for_decoding(params)
-    assert len(apart["layers"]) == MODEL.num_layers and engine.for_decoding(params) is not params
+    assert [len(leaf) for leaf in apart["layers"]["mlp"]["up"].values()] == [MODEL.num_layers]
+    assert engine.for_decoding(apart) is apart
     scanned = dataclasses.replace(BASE, unroll=1)
     engine_of_scan = Engine(MODEL, decoder_graph(MODEL)[0], engine.mesh, scanned)
     assert engine_of_scan.for_decoding(params) is params

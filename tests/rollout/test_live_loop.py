@@ -46,7 +46,7 @@ class Heard:
         if isinstance(event, LiveError):
             self.error = event
             return
-        turns = self.turns.setdefault(event.index, [])
+        turns = self.turns.setdefault(event.sample.index, [])
         assert not turns or turns[-1].end is None, "something came after the end"
         turns.append(event)
 
@@ -54,7 +54,7 @@ class Heard:
         return np.concatenate([getattr(turn, name) for turn in self.turns[index]])
 
     def versions(self, index: int = 0) -> list[int]:
-        return [turn.version for turn in self.turns[index] for _ in turn.tokens]
+        return self.joined("version", index).tolist()
 
     def end(self, index: int = 0) -> End | None:
         return self.turns[index][-1].end
@@ -286,7 +286,7 @@ dispatch, seen = live._loop.dispatch, []
 
 def watched():
     results = dispatch()
-    seen.extend((r.sample.owner, r.sample.index, r.version, r.tokens.tolist()) for r in results)
+    seen.extend((r.sample.owner, r.sample.index, r.version.tolist(), r.tokens.tolist()) for r in results)
     return results
 
 live._loop.dispatch = watched
@@ -341,3 +341,40 @@ def test_two_processes_decode_what_arrives_at_the_first():
         assert first["tokens"][str(n)] == [
             t.tolist() for t in completions.tokens[3 * n : 3 * n + 3]
         ]
+
+
+@pytest.mark.parametrize("layout", [(), (("1-2-2",),)])
+def test_prompts_are_scored_the_same_in_chunks_and_beside_others(layout):
+    """Lengths around the ends of chunks; a scored prompt shares no pages with one that is not."""
+    rng = np.random.default_rng(0)
+    prompts = tokens.prompts_of(*(rng.integers(3, 240, n) for n in (1, 2, 8, 9, 10, 18, 19, 24)))
+    found = {}
+    for chunk in (0, 9):
+        live = backend_of(*layout, prefill_chunk_tokens=chunk, cache="paged").live()
+        heard = [Heard() for _ in range(2 * len(prompts))]
+        live.submit_all(
+            [
+                (request_of(prompts, n % len(prompts), scores_prompt=scored), listener)
+                for scored, rest in ((False, heard[: len(prompts)]), (True, heard[len(prompts) :]))
+                for n, listener in enumerate(rest)
+            ]
+        )
+        drain(live)
+        plain, scored = heard[: len(prompts)], heard[len(prompts) :]
+        assert all(each.turns[0][0].prompt is None for each in plain)
+        for n, (one, other) in enumerate(zip(plain, scored, strict=True)):
+            assert one.joined("tokens").tolist() == other.joined("tokens").tolist()
+            scores = other.turns[0][0].prompt
+            assert all(turn.prompt is None for turn in other.turns[0][1:])
+            assert len(scores.logprob) == len(prompts.tokens[n]) - 1
+            if len(scores.logprob):
+                ranked = np.take_along_axis(
+                    scores.top.logprob, np.minimum(scores.rank, 20)[:, None] - 1, 1
+                )
+                inside = scores.rank <= 20
+                assert (ranked[:, 0][inside] == scores.logprob[inside]).all()
+                assert (scores.logprob <= scores.top.logprob[:, 0]).all()
+            found.setdefault(n, []).append(scores)
+    for whole, chunked in found.values():
+        assert_close(chunked.logprob, whole.logprob, scale=1)
+        assert chunked.rank.tolist() == whole.rank.tolist()

@@ -71,8 +71,8 @@ def assert_expected(sample: Sample, scale=1.0) -> None:
     prompt = tuple(sample.start.tokens[: sample.prompt_tokens].tolist())
     want = expected(prompt, sample.index, sample.max_tokens, scale)
     assert sample.tokens.tolist() == want.tokens.tolist()
-    assert_close(sample.logprob, want.logprob, scale=1)
-    assert_close(sample.entropy, want.entropy, scale=1)
+    assert_close(sample.sampled.logprob, want.sampled.logprob, scale=1)
+    assert_close(sample.sampled.entropy, want.sampled.entropy, scale=1)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.rollout.samples import Sample, UnfinishedGroups, completions_of
-from jaxrl.types import Completions, Prompts, TurnText
+from jaxrl.types import Completions, Prompts, Stretch, TurnText
 
 
 def grown() -> Sample:
@@ -15,18 +15,15 @@ def grown() -> Sample:
     rng = np.random.default_rng(0)
     sample = Sample(prompt=1, index=0, step=3)
     for count, version in ((3, 3), (1, 4)):
-        sample.add_decoded(
-            rng.integers(0, 99, count).astype(np.int32),
-            *rng.normal(size=(2, count)).astype(np.float32),
-            version,
-        )
-    sample.add_decoded(np.arange(3, dtype=np.int32), *np.full((2, 3), 0.1, np.float32), 5)
+        ids = rng.integers(0, 99, count).astype(np.int32)
+        sample.add(Stretch(ids, *rng.normal(size=(2, count)).astype(np.float32), version))
+    sample.add(Stretch(np.arange(3, dtype=np.int32), *np.full((2, 3), 0.1, np.float32), 5))
     return sample
 
 
 def test_a_record_has_every_bit():
     empty, truncated = Sample(0, 0, 5), Sample(0, 1, 5)
-    truncated.add_decoded(np.arange(2, dtype=np.int32), *np.ones((2, 2), np.float32), 5)
+    truncated.add(Stretch(np.arange(2, dtype=np.int32), *np.ones((2, 2), np.float32), 5))
     truncated.finished = truncated.truncated = True
     prompts = Prompts(
         np.array([4, 9]),
@@ -42,24 +39,25 @@ def test_a_record_has_every_bit():
     assert again.prompts.texts == ("a", "é") and again.prompts.ids_N.tolist() == [4, 9]
     assert again.prompts.extras == prompts.extras
     for one, copy in zip(unfinished.samples, again.samples, strict=True):
-        for name in ("tokens", "logprob", "entropy", "version"):
-            was, now = getattr(one, name), getattr(copy, name)
-            assert was.dtype == now.dtype and was.tolist() == now.tolist(), name
+        for was, now in zip(one.sampled.arrays, copy.sampled.arrays, strict=True):
+            assert was.dtype == now.dtype and was.tolist() == now.tolist()
+        assert copy.runs == one.runs
         for name in ("prompt", "index", "step", "finished", "truncated"):
             assert getattr(one, name) == getattr(copy, name), name
-        assert copy.tail(9).tolist() == one.tail(9).tolist()
     nothing = UnfinishedGroups(prompts.take([]), 2, ())
     assert UnfinishedGroups.of_record(nothing.record()).samples == ()
 
 
-def test_the_tail_spans_dispatches():
+def test_a_sample_is_one_stretch():
     sample = grown()
-    assert sample.tail(2).tolist() == [1, 2]
-    assert sample.tail(5).tolist() == sample.tokens[2:].tolist()
-    assert sample.tail(9).tolist() == sample.tokens.tolist()
-    sample.cut(5)
-    assert len(sample) == 5 and sample.version.tolist() == [3, 3, 3, 4, 5]
-    assert sample.tail(1).tolist() == [0]
+    assert len(sample) == 7 and sample.tokens[4:].tolist() == [0, 1, 2]
+    assert sample.runs == [(3, 3), (4, 1), (5, 3)] and Sample(0, 0, 0).runs == []
+    part = sample.sampled[2:5]
+    assert part.version.tolist() == [3, 4, 5] and part.entropy[2] == np.float32(0.1)
+    assert part[part.version == 4].tokens == sample.tokens[3]
+    # A part that is alone is not copied.
+    assert Stretch.concatenate([part[:0], part]).tokens is part.tokens
+    assert [x.dtype.kind for x in part[:0].arrays] == list("iffi")
 
 
 def spell(tokens) -> str:

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxrl.rollout.generate_program import sample, seen_tokens
 from jaxrl.rollout.sampling import (
     Truncation,
     _mix,
+    by_one_reduction,
+    by_reductions,
     draw,
     forbid,
     gumbel_noise,
@@ -286,6 +289,97 @@ def test_a_draw_is_the_first_of_the_largest_and_of_nothing_but_nan_a_token():
     assert sample_tokens(logits, zeros).tolist() == [1, 0, 4]
 
 
+FORMS = {
+    "of CPU": lambda x, choice, noise: by_reductions(x, lambda: choice, lambda: noise, True),
+    "one reduction": by_one_reduction,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "vocab_size"), [("of CPU", 152_064), ("one reduction", 2000)], ids=str
+)
+def test_a_draw_and_its_sums_are_those_of_the_definition(form, vocab_size):
+    """The token of logits plus noise, bit for bit; log-probabilities and entropies of float64 to 5e-6."""
+    x = 3 * np.random.default_rng(0).normal(size=(4, vocab_size)).astype(np.float32)
+    choice = np.where(np.arange(vocab_size) % 3 == 0, np.float32(-1e30), x)
+    noise = noise_of(indices=np.arange(4), vocab_size=vocab_size)
+    noise = np.where(np.arange(4)[:, None] == 3, np.float32(0), noise)  # greedy
+    drawn = jax.jit(FORMS[form])(x, choice, noise)
+    token = (choice + noise).argmax(axis=-1)
+    np.testing.assert_array_equal(drawn.token, token)
+    weight = np.exp(x.astype(np.float64))
+    logprobs = np.log(weight / weight.sum(axis=-1, keepdims=True))
+    wanted = logprobs[np.arange(4), token], -(np.exp(logprobs) * logprobs).sum(axis=-1)
+    np.testing.assert_allclose(drawn.logprob, wanted[0], rtol=0, atol=5e-6)
+    np.testing.assert_allclose(drawn.entropy, wanted[1], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ties_forbidden_tokens_and_nan_are_drawn_as_ever(form):
+    """The first of the largest; of nothing but NaN, or with one, the last, whose log-probability is NaN."""
+    nan = jnp.nan
+    x = jnp.array([[0, 3, 1, 3, 2], [-1e30] * 5, [nan] * 5, [1, nan, 7, 7, 0]], jnp.float32)
+    drawn = FORMS[form](x, x, jnp.zeros((4, 5)))
+    assert drawn.token.tolist() == [1, 0, 4, 4]
+    assert np.isnan(drawn.logprob).tolist() == [False, False, True, True]
+    # Five equal logits, however small.
+    assert_close([drawn.logprob[1], drawn.entropy[1]], [-np.log(5), np.log(5)], rtol=1e-6)
+
+
+def test_a_vocabulary_of_several_devices_is_reduced_where_it_is():
+    mesh = jax.make_mesh((8,), ("vocab",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec(None, "vocab"))
+    rng = np.random.default_rng(0)
+    x, noise = (jnp.asarray(rng.normal(size=(3, 1152)), jnp.float32) for _ in range(2))
+    compiled = jax.jit(by_one_reduction, in_shardings=split).lower(x, x, noise).compile()
+    assert "f32[3,144]" in compiled.as_text()
+    assert "f32[3,1152]" not in compiled.as_text()
+    together = compiled(*(jax.device_put(each, split) for each in (x, x, noise)))
+    alone = by_one_reduction(x, x, noise)
+    np.testing.assert_array_equal(together.token, alone.token)
+    assert_close(together[1:], alone[1:], rtol=1e-5)
+
+
+def state_of(limits: Truncation) -> DecodeState:
+    unread = dict.fromkeys(("context", "count", "limit", "active", "stops", "decoded"))
+    slots = jnp.arange(len(limits.top_k))
+    keys = sample_keys(np.uint32(1), np.int32(2), slots, slots)
+    return DecodeState(**unread, key=keys, temperature=jnp.ones(len(slots)), truncation=limits)
+
+
+def test_a_slot_without_limits_does_not_feel_those_of_others():
+    """Not even by rounding."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3000)), jnp.float32)
+    free = truncation(slots=2)
+    limited = dataclasses.replace(free, top_p=jnp.array([1.0, 0.2]))
+
+    @jax.jit
+    def drawn(state):
+        none = lambda: jnp.zeros(logits.shape, bool)  # noqa: E731
+        return sample(logits, state, jnp.arange(2), (1,), none, Compute())
+
+    beside, alone = drawn(state_of(limited)), drawn(state_of(free))
+    for one, other in zip(beside, alone, strict=True):
+        assert one[0] == other[0]
+
+
+def test_a_gpu_reads_the_logits_in_one_reduction_and_meets_one_conditional():
+    logits = jnp.zeros((2, 640))
+
+    def drawn(logits, state):
+        none = lambda: jnp.zeros(logits.shape, bool)  # noqa: E731
+        return sample(logits, state, jnp.arange(2), (1,), none, Compute())
+
+    traced = jax.jit(drawn).trace(logits, state_of(truncation(slots=2)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    main = text[text.index("func.func public @main") :]
+    # A choice by platform has one branch in a program for one. What is inside of a branch is indented.
+    *before, conditional = re.split(r"^    \S+ = \"stablehlo.case\"", main, flags=re.MULTILINE)
+    assert re.search(r"^    }, {$", conditional, flags=re.MULTILINE)
+    passes = re.findall(r"across dimensions = \[1\] : .tensor<2x640x.*", "".join(before))
+    assert [line.count("tensor<2x640x") for line in passes] == [6]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "limits",
@@ -328,7 +422,7 @@ def test_stop_ids_wait_for_the_minimum_length():
 
 @pytest.mark.parametrize("limits", [{"min_tokens": -1}, {"repetition_penalty": 0.0}], ids=str)
 def test_a_penalty_or_minimum_out_of_range_is_refused(limits):
-    with pytest.raises(UserError, match=f"{next(iter(limits))} {next(iter(limits.values()))}"):
+    with pytest.raises(UserError, match=f"{next(iter(limits))} = {next(iter(limits.values()))}"):
         truncation(**limits)
 
 
@@ -357,12 +451,10 @@ def test_devices_that_share_a_vocabulary_gather_no_logits(vocab_size):
         repetition_penalty=jnp.array([1.0, 1.0, 1.0, 1.0, 1.5, 1.0]),
         renormalized=jnp.array([True, True, False, True, True, True]),
     )
-    unread = dict.fromkeys(("context", "count", "limit", "active", "decoded"))
     history = jnp.asarray(np.random.default_rng(1).integers(0, vocab_size, (slots, 100)))
     context = Prefix(None, history, jnp.full(slots, 80), jnp.arange(slots))
     no_more = jnp.full((slots, 1), vocab_size)
-    keys = sample_keys(np.uint32(1), np.int32(2), jnp.arange(slots), jnp.arange(slots))
-    state = DecodeState(**unread, key=keys, temperature=jnp.ones(slots), truncation=limits)
+    state = state_of(limits)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(slots, vocab_size)), jnp.float32)
 
     def drawn(logits, state, compute):

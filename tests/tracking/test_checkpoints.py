@@ -15,6 +15,7 @@ from jaxrl.errors import UserError
 from jaxrl.roles.learner import TrainState
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
+from jaxrl.types import Stretch
 
 
 class Died(BaseException):
@@ -42,7 +43,7 @@ def written(folder: pathlib.Path, *steps: int, keep: int | None = None) -> pathl
 
 
 def manifest_of(folder: pathlib.Path, step: int) -> pathlib.Path:
-    return folder.with_name("checkpoints.seals") / f"{step}.json"
+    return folder.with_name("checkpoints.manifests") / f"{step}.json"
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
@@ -283,7 +284,7 @@ def test_a_reader_looks_again_if_the_run_continues_meanwhile(tmp_path, monkeypat
 def test_unfinished_groups_come_back_to_the_bit(tmp_path):
     floats = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
     samples = Sample(0, 0, 2), Sample(0, 1, 2)
-    samples[0].add_decoded(np.arange(1000, dtype=np.int32), *floats, 2)
+    samples[0].add(Stretch(np.arange(1000, dtype=np.int32), *floats, 2))
     groups = UnfinishedGroups(prompts_of([1, 2]), 2, samples)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.prepare(None)

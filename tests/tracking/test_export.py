@@ -30,8 +30,8 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.run_weights import export_run
-from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.roles import role_models
 from jaxrl.trainer.supervised import load_or_init
 
@@ -117,7 +117,7 @@ def test_the_command_pushes_to_the_hub(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--max_shard_bytes=0",), "max_shard_bytes 0 is below 1"),
+        (("--max_shard_bytes=0",), "max_shard_bytes = 0: must be at least 1"),
         (("--push=mine",), "is no name on the hub; write OWNER/NAME"),
         ((), "name the folder of a run"),
     ],
@@ -217,11 +217,11 @@ def test_training_continues_from_an_exported_adapter(tmp_path):
     )
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
     models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
+    resolved = resolve(config)
     run = RunContext(
-        config,
-        algorithm_of(config),
+        resolved,
         models,
-        take_devices(pools_of(config), jax.devices()[:1]),
+        take_devices(resolved.pools, jax.devices()[:1]),
         problems=Problems(),
         evaluation_prompts=None,
     )

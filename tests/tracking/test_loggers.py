@@ -168,11 +168,11 @@ def test_every_name_has_a_logger():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (("mlflow",), r"loggers\[0\] 'mlflow' is no logger; use tensorboard, wandb, trackio"),
+        (("mlflow",), r"loggers\[0\] = 'mlflow': is no logger; use tensorboard, wandb, trackio"),
         (("wandb:",), r"is no logger; use .* wandb:PROJECT"),
         (("tensorboard:x",), r"is no logger"),
         (("wandb", "wandb:x"), r"has a logger twice"),
-        ("wandb", r"loggers = 'wandb': expected a tuple"),
+        ("wandb", r"loggers = 'wandb': Input should be a valid tuple"),
     ],
 )
 def test_entries_that_name_no_logger_are_refused(entries, message):

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
+from beside import of_extension
 
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import RowLimits
-from jaxrl.tracking.browse.browse_app import tokens_of
 from jaxrl.tracking.kept_rollouts import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import (
@@ -21,6 +21,8 @@ from jaxrl.tracking.sample_rows import (
     to_lines,
 )
 from jaxrl.types import AgentRows, Branch, Completions, GraderFailure, Prompts, Scored, TurnText
+
+tokens_of = of_extension("jaxrl_browse.browse_app:tokens_of")
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +132,8 @@ def test_conversations_show_what_was_not_sampled(tokenizer):
     turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
     thread = tokenizer.encode("two")
     nothing = np.zeros(len(thread))
-    branch = Branch(thread, nothing, nothing, 0 * mask[: len(thread)], 0 * thread)
-    agents = AgentRows(np.array([np.nan]), np.array([False]), ((branch,),))
+    branch = Branch(thread, nothing, nothing, 0, 0 * mask[: len(thread)])
+    agents = AgentRows(np.array([np.nan]), (None,), ((branch,),))
     scored = scored_of(tokenizer, [text], mask=(mask,), turns=turns, of_agents=agents)
     (row,) = rows_of(tokenizer, scored)
     assert row[TOKEN_STRINGS]["given"] == [1]

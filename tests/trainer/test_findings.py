@@ -6,6 +6,7 @@ import re
 
 import jax
 import pytest
+from beside import needs
 from tiny_runs import shape_of, tiny_config
 
 from jaxrl.commands.run_commands import check_for_plan
@@ -63,7 +64,7 @@ def run(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
 
     def never(*args, **kwargs):
-        raise AssertionError("training has begun")
+        raise AssertionError("training has started")
 
     monkeypatch.setattr("jaxrl.trainer.program.reinforce", never)
     monkeypatch.setattr("jaxrl.trainer.program.fine_tuned", never)
@@ -104,7 +105,20 @@ PPO = {"algorithm__dataflow": "ppo", "algorithm__advantage": "gae"}
         ({"data__train__path": "rewards.py:rows"}, "has no 'rows'"),
         ({"data__evaluation__path": "data/nowhere.parquet"}, "data/nowhere.parquet does not exist"),
         ({"sft__path": "nowhere.jsonl"}, "sft.path: nowhere.jsonl does not exist"),
+        (
+            {"data__train__fields": {"prompt": "problm"}},
+            "no field 'problm' (did you mean 'problem'?)",
+        ),
+        (
+            {"data__evaluation__fields": {"answer": "truth"}},
+            "data.evaluation: evaluation.jsonl has no",
+        ),
+        ({"sft__path": "train.jsonl"}, "sft.path: train.jsonl:1: no field 'response'"),
+        ({"data__train__path": "rewards.py"}, "data.train: rewards.py:1: no valid JSON"),
+        ({"run__loggers": ("wandb:mine",)}, "run.loggers: the package wandb is not installed"),
+        ({"run__loggers": ("tensorboard", "trackio")}, "pip install trackio"),
         ({"weights": "nowhere"}, ""),
+        ({"run__loggers": ("tensorboard",)}, ""),
         ({"data__train__path": "owner/name:main"}, ""),
     ],
 )
@@ -112,8 +126,9 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
     config = make_config("out", **changes)
     if not message:
         return check_for_plan(config)
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)) as error:
         check_for_plan(config)
+    assert "dry_run" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +169,7 @@ def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):
     assert message in run(**changes)
 
 
+@needs("reward.grader='code'")
 @pytest.mark.parametrize("setting", ["reward__grader", "data__train__grader"])
 def test_code_without_a_sandbox_is_refused_first(run, setting, monkeypatch):
     class Absent:
@@ -184,7 +200,7 @@ def test_a_laptop_hears_everything_at_once(run):
     assert "data.train: gone.jsonl does not exist" in line
     for setting in ("reward.functions.mine: ", "reward.model: "):
         assert setting in line
-    assert "Paths are relative to " in line
+    assert "Paths are relative to " in line and "; --dry_run shows the plan" in line
 
 
 def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
@@ -192,6 +208,8 @@ def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
     # And not for what only rewards need.
     line = run(run__num_steps=0, sft__path="gone.jsonl", reward__model="nowhere")
     assert "sft.path: gone.jsonl" in line and "nowhere" not in line
+    # A dry run plans reinforcement learning alone.
+    assert "dry_run" not in line
 
 
 @pytest.mark.parametrize(("loss", "options"), [("bradley_terry", {}), ("dpo", {"beta": 0.1})])

@@ -9,6 +9,7 @@ import time
 import pytest
 from slow_values import mostly_slow
 from test_recipes import curve, folder, make_config  # noqa: F401, a fixture
+from walking_sampler import WALK
 
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.free_running import FreeRunning
@@ -83,7 +84,11 @@ def sleeping(number: int):
 
 
 # A recipe, changes, and the steps at which the recorded run ended; all but the last go on.
-RECORDED = {"grpo, resumed": ("grpo", {}, (2, 4)), "dapo": ("dapo", {}, (4,))}
+RECORDED = {
+    "grpo, resumed": ("grpo", {}, (2, 4)),
+    "dapo": ("dapo", {}, (4,)),
+    "a user's sampler of prompts, resumed": ("grpo", {"data__sampler": WALK}, (2, 4)),
+}
 
 
 @pytest.fixture(scope="module", params=mostly_slow(RECORDED, fast=("grpo, resumed",)))
@@ -108,7 +113,8 @@ def test_the_schedule_has_every_dispatch_and_every_prompt(recorded):
     resumed = "grpo" in config.algorithm.dataflow
     assert [row["restarted"] for row in rows] == [False, False, resumed, False]
     drawn = [n for row in rows for _, n in row["drawn"]]
-    assert drawn == list(range(len(drawn))) and len(drawn) >= 4 * 8
+    assert len(set(drawn)) == len(drawn) >= 4 * 8
+    assert config.data.sampler or drawn == list(range(len(drawn)))
     for row in rows:
         dispatches = [dispatch for dispatch, _ in row["drawn"]]
         assert dispatches == sorted(dispatches)
@@ -154,6 +160,12 @@ def test_the_last_row_has_the_accuracy_of_the_last_weights(folder, tmp_path):  #
     assert {n for n in last if n.startswith("val-")} == {n for n in before if n.startswith("val-")}
 
 
+def test_an_evaluation_may_be_the_one_before_the_first_step(folder, tmp_path):  # noqa: F811
+    config = free(folder, tmp_path, run__num_steps=2, evaluation__every=-1)
+    assert program.train(config) == 0
+    assert [any(name.startswith("val-") for name in row) for row in curve(config)] == [1, 0, 0]
+
+
 @pytest.mark.long
 def test_another_clock_gives_another_run(recorded):
     other = recorded("other")
@@ -180,7 +192,11 @@ def test_a_schedule_of_another_run_is_refused(recorded, tmp_path):
             program.train(recorded("refused", **settings))
     damaged = where / "rl" / "schedule.jsonl"
     whole = damaged.read_text()
-    for before, after in (('"version"', '"vision"'), ('"members": []', '"members": [0, 2]')):
+    for before, after in (
+        ('"version"', '"vision"'),
+        ('"members": []', '"members": [0, 2]'),
+        (', "members": []', ""),
+    ):
         assert before in whole
         damaged.write_text(whole.replace(before, after))
         with pytest.raises(UserError, match=r"schedule\.jsonl:1: not a row of a schedule"):

@@ -1,6 +1,7 @@
 """The loop around a stage that counts: what is logged and saved, how it goes on, with real checkpoints."""
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -159,6 +160,24 @@ def test_a_stage_begins_with_a_checkpoint_and_ends_with_one(tmp_path, whole):
     assert rows_of(folder) == whole
 
 
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({"save_every": 0, "keep": None}, [0, 6]),
+        ({"save_every": 2, "keep": None}, [0, 2, 4, 6]),
+        ({"save_every": 2, "keep": 1}, [6]),
+    ],
+)
+def test_an_interval_of_0_saves_the_last_step_alone(tmp_path, options, saved):
+    run(tmp_path / "rl", **options)
+    assert saved_steps(tmp_path / "rl") == saved
+
+
+def test_an_interval_of_0_evaluates_never():
+    evaluates = Schedule(num_steps=3, save_every=1, evaluate_every=0).evaluates
+    assert [evaluates(step) for step in range(4)] == [False] * 4
+
+
 # Errors
 
 
@@ -184,7 +203,7 @@ def test_an_error_after_the_update_keeps_the_checkpoint_before(tmp_path, whole, 
         with pytest.raises(UserError, match=r"step 4: loss = nan; .*last checkpoint: step 2"):
             run(folder, metrics=lambda step: {"loss": float("nan")} if step == 4 else {})
     assert saved_steps(folder)[-1] == 2
-    said = "COUNT: step 4 had begun to change the weights; the last checkpoint is of step 2"
+    said = "COUNT: step 4 had started to change the weights; the last checkpoint is of step 2"
     assert said in capsys.readouterr().out
     run(folder)
     assert rows_of(folder) == whole
@@ -204,6 +223,18 @@ def test_an_error_that_saving_meets_does_not_hide_the_first(tmp_path, monkeypatc
     said = capsys.readouterr().out
     assert "could not be saved (RuntimeError('the device is gone'))" in said
     assert "the last checkpoint is of step 2" in said
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_ends_the_run_by_its_name(tmp_path, value):
+    with pytest.raises(UserError, match=f"COUNT step 3: actor/pg_loss = {value}; training stops"):
+        run(tmp_path, metrics=lambda step: {"actor/pg_loss": value if step == 3 else 0.0, "x": 1.0})
+    assert [row["step"] for row in rows_of(tmp_path)][-1] == 2
+
+
+def test_a_stage_without_tokens_has_no_throughput(tmp_path):
+    run(tmp_path)
+    assert not any("perf/throughput" in row for row in read_metrics(tmp_path / "metrics.jsonl"))
 
 
 def test_a_signal_saves_the_last_finished_step(tmp_path, whole):
@@ -230,17 +261,17 @@ def lose_checkpoints(folder):
 
 
 def lose_manifests(folder):
-    shutil.rmtree(folder / "checkpoints.seals")
+    shutil.rmtree(folder / "checkpoints.manifests")
 
 
 def lose_all(folder):
     shutil.rmtree(folder / "checkpoints")
-    shutil.rmtree(folder / "checkpoints.seals")
+    shutil.rmtree(folder / "checkpoints.manifests")
 
 
 def lose_all_but_set_aside(folder):
     (folder / "checkpoints").rename(folder / "checkpoints.damaged")
-    shutil.rmtree(folder / "checkpoints.seals")
+    shutil.rmtree(folder / "checkpoints.manifests")
     (folder / "metrics.jsonl").unlink()
 
 

@@ -16,7 +16,9 @@ from tiny_runs import problems_in, tiny_config
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config, SftConfig
+from jaxrl.config.shapes import stop_ids_of
 from jaxrl.data.data_config import EvaluationSourceConfig, SourceConfig
+from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
@@ -24,13 +26,15 @@ from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.rollout.sampling import truncation_of
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.tracking.report.page import evaluation_lines
 from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
-from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.resolved import resolve
 
 ACCURACY = "val-core/repeat/acc/mean@4"
 
@@ -149,7 +153,7 @@ def test_the_report_says_which_step_was_evaluated():
 def test_prompts_need_no_truth_where_only_functions_score(tmp_path, problems, whole, capsys):
     rows = [{"problem": f"{n} repeat"} for n in range(100, 140)]
     rows[:4] = [
-        row | {"answer": answer} for row, answer in zip(rows, ["5", "", None, [1]], strict=False)
+        row | {"answer": answer} for row, answer in zip(rows, ["5", "", None, [[1]]], strict=False)
     ]
     (tmp_path / "asks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rewards.py").write_text(
@@ -320,7 +324,7 @@ def test_run_that_may_not_resume(whole):
 
 @pytest.mark.parametrize("content", ["[", '[{"prompt": "1"}]'])
 def test_a_damaged_file_of_samples_costs_the_report_its_answers(content, tmp_path, problems, whole):
-    config = make_config(tmp_path, problems)
+    config = make_config(tmp_path, problems, num_steps=4)
     shutil.copytree(whole.run_folder.path, config.run_folder.path)
     config.run_folder.samples("before").write_text(content)
     assert program.train(config, devices=one_device(), report=write_report) == 0
@@ -333,10 +337,15 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path, problems, whole)
     (config.run_folder.path / "lock").unlink()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     wide = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96))
-    with pytest.raises(UserError, match=r"does not fit the model of this config \(actor: .*64"):
-        program.train(wide, devices=one_device(), report=write_report)
-    (config.run_folder.path / "lock").unlink()
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    for resume, told in {
+        "auto": r"made with other settings \(model\.d_ff: 64 -> 96\)",
+        "accept_other_settings": r"does not fit the model of this config \(actor: .*64",
+    }.items():
+        wide = dataclasses.replace(wide, run=dataclasses.replace(wide.run, resume=resume))
+        with pytest.raises(UserError, match=told):
+            program.train(wide, devices=one_device(), report=write_report)
+        (config.run_folder.path / "lock").unlink()
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     export_run(config.run_folder.path, tmp_path / "hf", dtype="float32", max_shard_bytes=10**9)
 
 
@@ -369,7 +378,7 @@ def test_a_run_that_has_lost_rows_is_refused_and_left_as_it_was(
 
 
 def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
-    config = make_config(tmp_path, problems)
+    config = make_config(tmp_path, problems, num_steps=4)
     shutil.copytree(whole.run_folder.path, config.run_folder.path)
     for name in ("rl", "sft"):
         log = config.run_folder.path / name / "metrics.jsonl"
@@ -508,6 +517,7 @@ def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
             "'jetstream' cannot do rollout.max_staleness",
         ),
         ({"stop_ids": (5, 4000)}, r"rollout.stop_ids 4000: .* from 0 to 268"),
+        ({"stop_strings": ("ok", "<eos>\n")}, r"no answer's text has .*; use '<eos>' alone"),
     ],
 )
 def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
@@ -518,6 +528,12 @@ def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
             devices=one_device(),
             report=write_report,
         )
+
+
+def test_a_stop_string_that_is_a_special_token_is_a_stop_id_of_a_run():
+    tokenizer = train_tokenizer(["."], vocab_size=260)
+    rollout = RolloutConfig(stop_strings=("<pad>", ".", "<eos>"), stop_ids=(5,))
+    assert stop_ids_of(rollout, tokenizer) == (1, 5, 0)
 
 
 def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
@@ -556,12 +572,32 @@ def test_limits_of_evaluation_change_no_training(whole):
     limited = dataclasses.replace(whole.evaluation, top_p=0.7)
     config = dataclasses.replace(whole, evaluation=limited)
     assert not config.truncates_logprobs
-    assert algorithm_of(config).objective.correction is None
+    assert resolve(config).objective.correction is None
     # Nor does training change what evaluations record.
     rollout = dataclasses.replace(whole.rollout, top_k=3)
     training = rollout.sampling(0, renormalized=True)
     assert training.truncation.renormalized
     assert not limited.sampling(training, step=0).truncation.renormalized
+    # Its own limits, whatever those of training are.
+    for top_k in (0, 20):
+        options = dataclasses.replace(limited, top_k=top_k).sampling(training, step=0)
+        assert options.truncation == truncation_of(top_k=top_k, top_p=0.7)
+
+
+@pytest.mark.long
+def test_a_run_without_evaluations_saves_its_last_step_alone(tmp_path, problems, whole):
+    config = make_config(tmp_path, problems, num_steps=2)
+    config = dataclasses.replace(
+        config,
+        evaluation=dataclasses.replace(config.evaluation, every=0),
+        run=dataclasses.replace(config.run, save_every=0),
+    )
+    assert program.train(warm(config, whole), devices=one_device(), report=write_report) == 0
+    # Evaluations change no training.
+    assert curve(config) == [
+        {name: value for name, value in row.items() if not name.startswith("val-")}
+        for row in curve(whole)[1:3]
+    ]
 
 
 def test_a_run_keeps_samples_to_look_at(whole):
@@ -601,5 +637,5 @@ def test_files_of_the_run_and_its_report(disk, problems, whole):
         program.train(fresh, devices=one_device(), report=write_report)
     disk.resize(10**8)
     assert program.train(config, devices=one_device(), report=write_report) == 0
-    assert config.run_folder.config.read_text() == format_config(config)
+    assert config.run_folder.config.read_text().startswith(format_config(config))
     assert curve(config) == curve(whole)

@@ -5,18 +5,22 @@ import functools
 
 import jax
 import pytest
+from beside import of_extension
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.step_timer import NoTimer
-from jaxrl.planner.plan import describe_flow
-from jaxrl.planner.planned_roles import abstract_meshes, meshes_on, planned_roles
-from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import build_context
 from jaxrl.trainer.findings import REINFORCEMENT
+from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import build_roles, role_models
 from jaxrl.trainer.supervised import load_or_init
+
+describe_flow = of_extension("jaxrl_planner.plan:describe_flow")
+abstract_meshes = of_extension("jaxrl_planner.planned_roles:abstract_meshes")
+meshes_on = of_extension("jaxrl_planner.planned_roles:meshes_on")
+roles_without_devices = of_extension("jaxrl_planner.planned_roles:roles_without_devices")
 
 SMALL = {
     "model.num_layers": "2",
@@ -70,7 +74,7 @@ def test_the_engine_has_no_more_slots_than_samples_can_be_alive(changes, slots):
     }
     config = config_of("grpo_tiny", **(given | changes))
     assert config.rollout.slots in (48, 256)
-    roles = planned_roles(config, abstract_meshes(config))
+    roles = roles_without_devices(config)
     assert roles.engine.config.slots == slots
     assert roles.engine.slot_sizes[-1] == slots
     idle = f"; rollout.slots {config.rollout.slots} are more than its samples"
@@ -81,11 +85,11 @@ def test_a_plan_has_the_roles_of_the_run():
     settings = {"mesh__train": "1-1-4", "mesh__fsdp": "2", "train__rows": "8"}
     # An abstract mesh has no platform. On CPU decoding has no scan over up to 8 layers, and other caches.
     config = config_of("ppo_tiny", **settings, model__num_layers="9")
-    algorithm = algorithm_of(config)
-    models = role_models(config, algorithm.roles)
+    resolved = resolve(config)
+    pools, models = resolved.pools, role_models(config, resolved.roles)
     real, planned = (
-        build_roles(config, meshes, models)
-        for meshes in (meshes_on(config, jax.devices()[:4]), abstract_meshes(config))
+        build_roles(resolved, meshes, models)
+        for meshes in (meshes_on(pools, jax.devices()[:4]), abstract_meshes(pools))
     )
     assert set(real.learners) == {"actor", "critic"} and set(real.frozen) == {"reference"}
     for name, role in real.learners.items():
@@ -98,7 +102,7 @@ def test_a_plan_has_the_roles_of_the_run():
 def test_a_stage_is_built_whole(tmp_path):
     config = config_of("ppo_tiny", run__output=str(tmp_path))
     run = build_context(config, jax.devices()[:1], kind=REINFORCEMENT)
-    roles = build_roles(config, run.meshes, run.models)
+    roles = build_roles(run.resolved, run.meshes, run.models)
     starting = functools.partial(load_or_init, run)
     with contextlib.closing(RlStage(run, roles, NoTimer(), starting)) as stage:
         before = dict(vars(stage))
@@ -111,8 +115,9 @@ def test_every_role_of_a_config_has_a_model_and_a_mesh(tmp_path):
     config = config_of(
         "safe_rlhf_tiny", cost__model="nowhere", reward__judge__model=str(tmp_path / "judge")
     )
-    algorithm = algorithm_of(config)
-    models = role_models(config, algorithm.roles)
+    resolved = resolve(config)
+    models = role_models(config, resolved.roles)
     assert {role for role, _ in models.assumed} == {"cost", "judge"}
-    assert set(models.by_role) == set(algorithm.roles) == set(abstract_meshes(config))
+    assert set(models.by_role) == set(resolved.roles)
+    assert set(resolved.roles) == set(abstract_meshes(resolved.pools))
     assert models.by_role["cost"].num_scores == 1 and not models.by_role["judge"].num_scores

@@ -1,5 +1,6 @@
 """Supervised fine-tuning on a file: what the assistant says is learnt, and nothing else."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,8 +10,12 @@ import pytest
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config, SftConfig
 from jaxrl.config.shapes import row_limits
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import init_params
+from jaxrl.models.huggingface.config_json import config_json
+from jaxrl.models.huggingface.model_files import write_json
+from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.optimizer import StageOptimConfig
@@ -21,6 +26,7 @@ from jaxrl.tracking.run_folder import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.context import build_context, supervised_stream
 from jaxrl.trainer.findings import fine_tuning
+from jaxrl.trainer.run_files import keep_model_files
 
 MODEL = ModelConfig(
     vocab_size=320, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -83,6 +89,29 @@ def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
     assert sorted(parts.tokenizer.decode(answer) for answer in answers if len(answer)) == sorted(
         SAID
     )
+
+
+@pytest.mark.parametrize(
+    ("generation", "stop_ids"), [({"eos_token_id": [5, 1]}, (1, 5)), (None, (1, 6))]
+)
+def test_the_ends_of_a_model_are_those_of_its_run(tmp_path, generation, stop_ids):
+    """Its tokenizer is read from another folder, which was published with another model."""
+    tokenizer, weights = train_tokenizer(SAID, vocab_size=300), tmp_path / "weights"
+    tokenizer.save(tmp_path / "words")
+    write_json(tmp_path / "words" / "generation_config.json", {"eos_token_id": [7, 8]})
+    save_checkpoint(init_params(MODEL, jax.random.key(0)), MODEL, weights, dtype="float32")
+    write_json(
+        weights / "config.json", config_json(MODEL, dtype="float32", base={"eos_token_id": 6})
+    )
+    if generation:
+        write_json(weights / "generation_config.json", generation)
+    config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
+    read_from = dataclasses.replace(config.tokenizer, path=str(tmp_path / "words"))
+    config = dataclasses.replace(config, weights=str(weights), tokenizer=read_from)
+    run = build_context(config, jax.devices()[:1], kind=fine_tuning(config))
+    assert run.tokenizer.stop_ids == stop_ids
+    keep_model_files(run)
+    assert load_tokenizer(config.run_folder.model).stop_ids == stop_ids
 
 
 @pytest.mark.parametrize(

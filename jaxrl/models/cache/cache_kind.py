@@ -16,8 +16,8 @@ L times [B, ..]   an array for each layer, and a Python loop over layers: for sh
                   a scan copies the slice of the cache, and of the weights, for every layer
 
 With periods of several layers each of these is a list of the places in one, and "layers" are periods. A place
-has keys and values, of its own head size, or a `DeltaState`, which has no length: it is that after the last
-token, in a buffer too.
+has keys and values, of its own head size, or a `DeltaState`. A `DeltaState` has no length: cache and buffer
+hold the state after the last token.
 With first dense layers a cache is a list of two: a list of the arrays of these layers, and one of the above.
 If the routes of a mixture are kept, it is a list of all this and `Routes`.
 
@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.cache.cached_attention import (
@@ -57,8 +56,8 @@ from jaxrl.models.cache.kv_cache import (
     without_routes,
     write_slots,
 )
-from jaxrl.models.compute import Compute, LayerFunction
-from jaxrl.models.decoder import Attend, Decoder, LayerFlags, Params
+from jaxrl.models.compute import Compute, LayerFunction, entry
+from jaxrl.models.decoder import Attend, Decoder
 from jaxrl.models.delta_net import DeltaInputs, DeltaState, Recur, delta_after, delta_of_rows
 
 # A pytree of arrays: the keys and values of all layers.
@@ -213,7 +212,7 @@ class CacheKind:
 
         def apart(stacked: Cache) -> Cache:
             layers = range(self.shape.num_layers)
-            return [_entry(stacked, i) for i in layers]
+            return [entry(stacked, i) for i in layers]
 
         def kept(new: Cache) -> Cache:
             if not self.unrolled:
@@ -222,10 +221,8 @@ class CacheKind:
 
         return self._pass(attend, None, segment_ids_BT, kept, recur=recur)
 
-    def extend(
-        self, model: Decoder, cache: Cache, length_B: jax.Array, *, apart: bool = False
-    ) -> CachePass:
-        """The pass for T tokens after `length_B` cached ones; `apart` as for `decoding`."""
+    def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
+        """The pass for T tokens after `length_B` cached ones."""
 
         def attend(q, k, v, kind, layer, length_B) -> tuple[jax.Array, KVCache]:
             out_BTQH = extending_attention(q, k, v, layer, length_B, kind=kind)
@@ -234,19 +231,16 @@ class CacheKind:
         def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, state)
 
-        layers, keys = self._layers(model, apart), without_routes(cache)
+        layers, keys = self._layers(model), without_routes(cache)
         return self._pass(attend, keys, length_B, layers=layers, recur=recur, absorbs=True)
 
-    def decoding(
-        self, model: Decoder, cache: Cache, length_B: jax.Array, *, apart: bool = False
-    ) -> DecodeStep:
+    def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
         """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
 
         Call this outside of the loop over tokens, and its result inside. The loop does not write the cache.
-        With `apart` layers are taken out of the stack here and not for each token.
         """
         cache = without_routes(cache)
-        layers, kernel, past = self._layers(model, apart), self.kernel, cache
+        layers, kernel, past = self._layers(model), self.kernel, cache
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
             past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
@@ -308,20 +302,16 @@ class CacheKind:
         """The caches of each of the first dense layers, and that of the stack."""
         return tuple(cache)
 
-    def _layers(self, model: Decoder, apart: bool) -> Callable[..., Any] | None:
-        """A replacement for `models.compute.scan_layers` with separate arrays for each layer.
+    def _layers(self, model: Decoder) -> Callable[..., Any] | None:
+        """A replacement for `models.compute.scan_layers` if caches are unrolled; else None.
 
-        If caches are unrolled, its `per_layer` and its results per layer are sequences of L trees. It ignores
-        the stacked weights that it gets, but not what is beside them: they are split here, once. Otherwise a
-        loop over tokens would split them for each token.
+        Its `per_layer` and its results per layer are sequences of L trees. It ignores the stacked weights
+        that it gets, but not what is beside them: they are split here, once. A loop over tokens would split
+        them for each token.
         """
-        if not (self.unrolled or apart):
+        if not self.unrolled:
             return None
-        _, stacked = nnx.split(model.layers)
-        layers = [
-            (_entry(stacked, i), flags)
-            for i, flags in enumerate(LayerFlags.of_periods(model.config))
-        ]
+        layers = model.layers_apart(None)
 
         def run(
             layer: LayerFunction,
@@ -333,17 +323,17 @@ class CacheKind:
             unroll: int,
         ) -> tuple[jax.Array, tuple[Any, Any]]:
             del unroll
+            if not isinstance(stacked, list):
+                stacked = [
+                    (weights, entry(stacked[1], i) if flags is None else flags)
+                    for i, (weights, flags) in enumerate(layers)
+                ]
             outs, sums = [], []
-            for i, (weights, flags) in enumerate(layers):
-                layer_in = per_layer[i] if self.unrolled else _entry(per_layer, i)
-                flags = _entry(stacked[1], i) if flags is None else flags
-                x_BTD, (out, of_rows) = layer(x_BTD, (weights, flags), layer_in, per_row)
+            for own, layer_in in zip(stacked, per_layer, strict=True):
+                x_BTD, (out, of_rows) = layer(x_BTD, own, layer_in, per_row)
                 outs.append(out)
                 sums.append(of_rows)
-            if self.unrolled:
-                return x_BTD, (outs, sums)
-            both = zip(outs, sums, strict=True)
-            return x_BTD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *both)
+            return x_BTD, (outs, sums)
 
         return run
 
@@ -392,25 +382,3 @@ def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:
     """Bytes of a cache with the given slots and capacity, over all devices."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: kind.empty(num_slots, capacity)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _entry(stacks: Any, i: int) -> Any:
-    return jax.tree.map(lambda stack: stack[i], stacks)
-
-
-def split_layers(params: Params) -> Params:
-    """The weights with a list of trees, one for each layer, in place of the stack."""
-    stack = params["layers"]
-    layers = range(len(jax.tree.leaves(stack)[0]))
-    return params | {"layers": [_entry(stack, i) for i in layers]}
-
-
-def stacked_layers(params: Params) -> Params:
-    """The inverse of `split_layers`; stacked weights stay as they are.
-
-    In a program that takes layers out of the stack again, as above, XLA removes both and copies nothing.
-    """
-    layers = params["layers"]
-    if not isinstance(layers, list):
-        return params
-    return params | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}

@@ -34,6 +34,7 @@ from jaxrl.models.cache.kv_cache import (
     with_capacity,
     without_routes,
     write_slots,
+    written,
 )
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.delta_net import DeltaState
@@ -91,12 +92,10 @@ class PagedCache(CacheKind):
         of_states = super().axes(cache.states)
         return PagedSlots(super().axes(cache.pool), table, shared, of_states)  # pyright: ignore
 
-    def decoding(
-        self, model: Decoder, cache: PagedSlots, length_B: jax.Array, *, apart: bool = False
-    ) -> DecodeStep:
+    def decoding(self, model: Decoder, cache: PagedSlots, length_B: jax.Array) -> DecodeStep:
         cache = without_routes(cache)
         past = cache if self.gather is None else self.gather(cache, self.axes(cache))
-        return super().decoding(model, past, length_B, apart=apart)
+        return super().decoding(model, past, length_B)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """In pages, tokens beyond those of a slot are lost."""
@@ -224,36 +223,47 @@ def written_to_pages(
       start_n: int32 [n], position of the first new token.
       live_n: bool [n].
     """
-    page, W = _page_tokens(slots.pool, axes), _page_tokens(new, axes)
-    # W tokens touch at most this many pages, wherever they begin.
-    touched = (W + page - 2) // page + 1
-    # Tokens beyond the table go to page 0, the scratch page.
-    table_nP = jnp.pad(slots.table, ((0, 0), (0, touched)))
-    order_n = jnp.argsort(~live_n, stable=True)
+    page = _page_tokens(slots.pool, axes)
 
-    def write(j, pool):
-        slot = order_n[j // touched]
-        place = start_n[slot] // page + j % touched
-        # The index among the new tokens of the first token of the page; negative if older ones precede.
-        first = place * page - start_n[slot]
-        index = first + jnp.arange(page)
-        is_new = (index >= 0) & (index < W)
+    def in_loop(pool: Any, new: Any) -> Any:
+        W = _page_tokens(new, axes)
+        # W tokens touch at most this many pages, wherever they begin.
+        touched = (W + page - 2) // page + 1
+        # Tokens beyond the table go to page 0, the scratch page.
+        table_nP = jnp.pad(slots.table, ((0, 0), (0, touched)))
+        order_n = jnp.argsort(~live_n, stable=True)
 
-        def one(leaf, new, names):
-            batch, length = names.index("batch"), names.index("length")
-            new = jax.lax.dynamic_index_in_dim(new, slot, batch)
-            # The page may begin before the new tokens or end after them.
-            pads = [(page, page) if d == length else (0, 0) for d in range(leaf.ndim)]
-            new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, pads), first + page, page, length)
-            start = starts({batch: table_nP[slot, place]}, leaf.ndim)
-            # Pages are read and written whole: a write of single tokens needs a loop over tokens.
-            old = jax.lax.dynamic_slice(leaf, start, new.shape)
-            chosen = is_new.reshape([page if d == length else 1 for d in range(leaf.ndim)])
-            return jax.lax.dynamic_update_slice(leaf, jnp.where(chosen, new, old), start)
+        def write(j, pool):
+            slot = order_n[j // touched]
+            place = start_n[slot] // page + j % touched
+            # The index among the new tokens of the first token of the page; negative if older ones precede.
+            first = place * page - start_n[slot]
+            index = first + jnp.arange(page)
+            is_new = (index >= 0) & (index < W)
 
-        return jax.tree.map(one, pool, new, axes)
+            def one(leaf, new, names):
+                batch, length = names.index("batch"), names.index("length")
+                new = jax.lax.dynamic_index_in_dim(new, slot, batch)
+                # The page may begin before the new tokens or end after them.
+                pads = [(page, page) if d == length else (0, 0) for d in range(leaf.ndim)]
+                new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, pads), first + page, page, length)
+                start = starts({batch: table_nP[slot, place]}, leaf.ndim)
+                # Pages are read and written whole: a write of single tokens needs a loop over tokens.
+                old = jax.lax.dynamic_slice(leaf, start, new.shape)
+                chosen = is_new.reshape([page if d == length else 1 for d in range(leaf.ndim)])
+                return jax.lax.dynamic_update_slice(leaf, jnp.where(chosen, new, old), start)
 
-    pool = jax.lax.fori_loop(0, live_n.sum() * touched, write, slots.pool)
+            return jax.tree.map(one, pool, new, axes)
+
+        return jax.lax.fori_loop(0, live_n.sum() * touched, write, pool)
+
+    def places(W: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        number_nW, place_nW = jnp.divmod(start_n[:, None] + jnp.arange(W)[None], page)
+        # 0 beyond the table.
+        page_nW = jnp.take_along_axis(slots.table, number_nW, axis=1, mode="fill", fill_value=0)
+        return page_nW, place_nW, live_n[:, None] & (page_nW > 0)
+
+    pool = written(slots.pool, new, axes, in_loop, places)
     return dataclasses.replace(slots, pool=pool)
 
 

@@ -48,6 +48,8 @@ class Architecture:
         (`layer_types`, or every layer but each `full_attention_interval`-th).
       window_pattern: default of a missing `sliding_window_pattern`.
       window: default of a missing `sliding_window`; None for no window.
+      switched: True if windows count only with `use_sliding_window`. Of "types" then the layers from number
+        `max_window_layers` on have one, if `layer_types` is missing.
       unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
       scaled_queries: True if queries grow with their position.
       fused: a name of `weight_table.FUSED` if one tensor holds what others store as several; "" for none.
@@ -72,6 +74,7 @@ class Architecture:
     windows: Literal["", "number", "types", "delta"] = ""
     window_pattern: int = 1
     window: int | None = None
+    switched: bool = False
     unrotated_every: int = 0
     scaled_queries: bool = False
     fused: str = ""

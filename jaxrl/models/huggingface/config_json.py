@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from jaxrl.checks import is_finite
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
+from jaxrl.hub.hub_names import fetch_hint
 from jaxrl.models.huggingface.architectures import ARCHITECTURES, PLAIN, SOFTCAPS, Architecture
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
@@ -71,6 +72,9 @@ _OF_LATENTS: Mapping[str, tuple[str, ...]] = {
     "v": ("kv_b_proj",),
 }
 
+# The module of a delta net whose adapter goes with that of the output projection of attention.
+_OF_DELTA = "out_proj"
+
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 _DELTA_TYPES = {"full_attention": "full", "linear_attention": "delta"}
 _INDEXER_TYPES = {"full": True, "shared": False, "F": True, "S": False}
@@ -116,6 +120,7 @@ def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -
     """
     path = pathlib.Path(directory) / name
     absent = f"name a directory with {name} beside the weights, as published models and save_pretrained have"
+    absent += fetch_hint(str(directory))
     return _text_values(read_json_object(path, absent=absent), origin=str(path))
 
 
@@ -280,6 +285,13 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
 
 def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern`. Many files name a window that no layer uses: 0 here."""
+    of_layers = _layer_settings(read, num_layers)
+    two_sizes = "full_head_dim" in architecture.own
+    if others := {key for values in of_layers for key in values} - (_HEADS if two_sizes else set()):
+        raise read.fault(
+            "per_layer_config",
+            f"; {', '.join(sorted(others))[:80]} must be the same in all layers of {architecture.model_type}",
+        )
     listed = read.get("layer_types", list, [])
     known = _DELTA_TYPES if architecture.windows == "delta" else _LAYER_TYPES
     if "index_topk" in architecture.own:
@@ -300,24 +312,33 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
             "delta" if (i + 1) % every else "full" for i in range(num_layers)
         ]
         return {"layer_pattern": _shortest(pattern, whole=True)}
-    if architecture.windows == "types":
+    # Null turns the window of Mistral and Qwen off; a missing key means the default.
+    window = None
+    if architecture.windows and (
+        not architecture.switched or read.get("use_sliding_window", bool, False)
+    ):
+        window = read.values.get("sliding_window", architecture.window)
+    if architecture.windows == "types" and not architecture.switched:
         period = read.get("sliding_window_pattern", int, architecture.window_pattern)
         sliding = [bool((i + 1) % period) for i in range(num_layers)]
     else:
-        # Null turns the window of Mistral off; a missing key means the default.
-        window = None
-        if architecture.windows:
-            window = read.values.get("sliding_window", architecture.window)
         longest = read.values.get("max_position_embeddings")
         if all(map(is_finite, (window, longest))) and window >= longest:  # pyright: ignore
             window = None
-        sliding = [window is not None] * num_layers
+        first = 0
+        if architecture.windows == "types" and read.values.get("max_window_layers") != 0:
+            first = read.get("max_window_layers", int, 28)
+        sliding = [window is not None and i >= first for i in range(num_layers)]
     kinds = [known[kind] for kind in listed] or sliding
-    if kinds != sliding and architecture.windows != "types":
+    fixed = architecture.windows != "types" or (architecture.switched and window is None)
+    if kinds != sliding and fixed:
+        deciding = "use_sliding_window and " * architecture.switched
         raise UserError(
-            f"{read.origin}: layer_types has {listed[kinds.index(not sliding[0])]}, but only sliding_window "
-            f"decides in {architecture.language_model}; copy the published config.json"
+            f"{read.origin}: layer_types has {listed[kinds.index(not sliding[0])]}, but only {deciding}"
+            f"sliding_window decides in {architecture.language_model}; copy the published config.json"
         )
+    if two_sizes:
+        kinds[-1] = False  # as the class has it, whatever the file says
     rotates = [True] * num_layers
     if architecture.unrotated_every:
         every = read.get("no_rope_layer_interval", int, architecture.unrotated_every)
@@ -331,8 +352,8 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
     )
     window = read.get("sliding_window", int, architecture.window) if any(kinds) else 0
     fields = {"sliding_window": window}
-    if two_sizes := "full_head_dim" in architecture.own:
-        fields |= _full_heads(read, pattern)
+    if two_sizes:
+        fields |= _full_heads(read, pattern, of_layers)
     return {**fields, "layer_pattern": _shortest(pattern, whole=two_sizes)}
 
 
@@ -349,22 +370,52 @@ def _indexer_pattern(read: _Reader, num_layers: int) -> tuple[bool, ...]:
     return _shortest([_INDEXER_TYPES[kind] for kind in types])
 
 
-def _full_heads(read: _Reader, pattern: Sequence[str]) -> dict[str, int]:
-    """`full_head_dim` and `full_kv_heads`, if `per_layer_config` gives them layer by layer."""
-    full = {str(i) for i, kind in enumerate(pattern) if kind == "full"}
-    if (listed := read.get("per_layer_config", dict, {})) == {}:
+def _layer_settings(read: _Reader, num_layers: int) -> list[dict[str, Any]]:
+    """What `per_layer_config` gives each layer that the model's own keys do not say."""
+    found: list[dict[str, Any]] = [{} for _ in range(num_layers)]
+    for key, values in read.get("per_layer_config", dict, {}).items():
+        # Transformers pads the numbers with zeros.
+        number = int(key) if key.isdecimal() and len(key) < 10 else num_layers
+        if number >= num_layers or not isinstance(values, dict):
+            raise read.fault(
+                "per_layer_config",
+                f"; it must be an object for some of layers 0 to {num_layers - 1}",
+            )
+        found[number] = {
+            name: value
+            for name, value in values.items()
+            if value != read.values.get(name) and (name, value) != ("skip", [])
+        }
+    return found
+
+
+_HEADS = {"head_dim", "num_key_value_heads"}
+
+
+def _full_heads(
+    read: _Reader, pattern: Sequence[str], of_layers: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
+    """Sizes and numbers of heads, by the kind of layer, if `per_layer_config` gives them."""
+    if "per_layer_config" not in read.values:
         # Else it has no effect.
         return {} if read.values.get("attention_k_eq_v") else {"full_kv_heads": 0}
-    first = next(iter(listed.values()))
-    keys = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
-    alike = isinstance(first, dict) and listed == dict.fromkeys(full, first)
-    if not alike or first.keys() - keys.keys():
-        raise read.fault(
-            "per_layer_config",
-            "; supported are heads of one other size in all layers of full attention",
-        )
-    nested = _Reader(first, f"{read.origin}: per_layer_config")
-    return {field: nested.get(key, int) if key in first else 0 for key, field in keys.items()}
+    both: dict[str, tuple[int, int]] = {}
+    for kind, values in zip(pattern, of_layers, strict=True):
+        layer = _Reader({**read.values, **values}, f"{read.origin}: per_layer_config")
+        heads = layer.get("num_attention_heads", int)
+        found = layer.get("head_dim", int), layer.get("num_key_value_heads", int, heads)
+        if both.setdefault(kind, found) != found:
+            raise read.fault(
+                "per_layer_config",
+                "; supported are heads of one size in all layers of full attention and of one in the others",
+            )
+    (full_dim, full_heads), (dim, heads) = both["full"], both.get("sliding", both["full"])
+    return {
+        "head_dim": dim,
+        "num_kv_heads": heads,
+        "full_head_dim": full_dim,
+        "full_kv_heads": full_heads if full_heads != heads else 0,
+    }
 
 
 def _shortest(kinds: Sequence[Any], *, whole: bool = False) -> tuple[Any, ...]:
@@ -507,6 +558,8 @@ def config_json(
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
     fields["head_dim"] -= config.rope_dim
+    if "full_head_dim" in fields:
+        fields["full_head_dim"] = config.full_head_dim or config.head_dim
     if "q_latent" in fields:
         fields["q_latent"] = config.q_latent or None
     if architecture.counts_shared:
@@ -525,7 +578,7 @@ def config_json(
         **{architecture.keys[field][0]: value for field, value in fields.items()},
         "rope_theta": config.rope_theta,
         **_rope_values(config.rope_scaling),
-        **_window_values(config, architecture.windows),
+        **_window_values(config, architecture),
     }
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in values:
@@ -577,8 +630,9 @@ def _rope_values(rope: RopeScaling | None) -> dict[str, Any]:
     }
 
 
-def _window_values(config: ModelConfig, windows: str) -> dict[str, Any]:
+def _window_values(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """The keys of a config.json that give the layers of `config` their windows."""
+    windows, sliding = architecture.windows, config.sliding_layers
     if not windows:
         return {}
     if windows == "delta":
@@ -586,10 +640,15 @@ def _window_values(config: ModelConfig, windows: str) -> dict[str, Any]:
         repeats = config.layer_pattern * config.num_periods
         return {"layer_types": [names[kind] for kind in repeats]}
     values: dict[str, Any] = {"sliding_window": config.sliding_window or None}
-    if windows == "types":
-        sliding = config.sliding_layers
+    if architecture.switched:
+        # Without windows the numbers of the source have no effect.
+        values = {"use_sliding_window": any(sliding), **(values if any(sliding) else {})}
+        if windows == "types" and any(sliding):
+            values["max_window_layers"] = sliding.index(True)
+    if windows == "types" and (any(sliding) or not architecture.switched):
         types = {slides: name for name, slides in _LAYER_TYPES.items()}
         values["layer_types"] = [types[slides] for slides in sliding]
+    if windows == "types" and not architecture.switched:
         # The older key: the n for which exactly every n-th layer has full attention.
         for n in range(1, len(sliding) + 2):
             if all(slides == bool((i + 1) % n) for i, slides in enumerate(sliding)):
@@ -631,6 +690,8 @@ def adapter_config_json(config: ModelConfig, *, base: str) -> dict[str, Any]:
     if not config.q_latent:
         of_latents = {name: of_latents[name] for name in of_latents if name != "q"}
     modules = [of_latents.get(name, (f"{name}_proj",)) for name in lora.targets]
+    if config.has_state and "o" in lora.targets:
+        modules.append((_OF_DELTA,))
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.num_scores else "CAUSAL_LM",
@@ -660,7 +721,7 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
         needs, "merge the adapter into its base model with PEFT and start from that"
     )
     modules = read.get("target_modules", list)
-    own = {module: ours for ours, some in _OF_LATENTS.items() for module in some}
+    own = {module: ours for ours, some in _OF_LATENTS.items() for module in some} | {_OF_DELTA: "o"}
     if not all(isinstance(name, str) for name in modules):
         raise read.fault("target_modules", "; it must be a list of names")
     return read.build(

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.errors import UserError
@@ -16,6 +16,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+GENERATION_FILE = "generation_config.json"
 
 # Files that are copied along with a model, besides weights and config.json. An explicit list, so that no
 # program or pickle in a downloaded directory is passed on.
@@ -28,8 +29,9 @@ COMPANION_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_FILE,
 )
 
 
@@ -65,11 +67,15 @@ def check_new(path: str | pathlib.Path) -> None:
         raise UserError(f"{path} exists and is not overwritten; remove it or choose another name")
 
 
-def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the files of `COMPANION_FILES` that exist in `source`."""
-    for name in COMPANION_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+def copy_companions(
+    source: pathlib.Path, target: pathlib.Path, files: Sequence[str] = COMPANION_FILES
+) -> None:
+    """Copies those of `files` that exist in `source`; names may have a `*`."""
+    for pattern in files:
+        for file in filter(pathlib.Path.is_file, source.glob(pattern)):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:

@@ -105,7 +105,16 @@ def table_of_adapter(config: ModelConfig, base: str) -> tuple[WeightRule, ...]:
             f"PEFT has one adapter for q, k and v of {base}, and here each has its own; merge the "
             "adapters into the model instead (without --adapter_only)"
         )
-    return adapter_table(config)
+    table = adapter_table(config)
+    if of_experts := {row.path.split(".")[-2] for row in table if "E" in row.stacked}:
+        # Transformers 5 has one tensor of all experts, onto which PEFT puts such adapters wrongly or not at
+        # all, by family.
+        raise UserError(
+            "PEFT has no adapters for single experts of a model of Transformers 5; merge the adapters into "
+            f"the model (without --adapter_only), or leave {', '.join(sorted(of_experts))} out of "
+            "model.lora.targets"
+        )
+    return table
 
 
 def save_adapter(
@@ -159,7 +168,7 @@ def _write_files(
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
         raise UserError(
             "these weights are spread over several processes, and export runs in one; save a "
-            "checkpoint and convert it with launch/convert.py"
+            "checkpoint and convert it with jaxrl convert"
         )
     sources = tensors_of(table)
     # One file at a time, so that the host need not hold the model.

@@ -3,9 +3,9 @@
 A table (`weight_table.py`, which also explains the letters of dimensions) maps the tensors of a checkpoint to
 our tree. Loading, and export in `weight_export.py`, follow it.
 
-The host never holds more than a part of one tensor. A leaf that stacks all layers can be larger than a whole
-file, so it is assembled on the devices. The shard of each device starts as zeros. Layer by layer, the part of
-the tensor that belongs to the shard is read from the file, sent, and written to its place in our order of
+The host never holds more than one tensor. A leaf that stacks all layers can be larger than a whole file, so
+it is assembled on the devices. The shard of each device starts as zeros. Layer by layer, the part of the
+tensor that belongs to the shard is read from the file, sent, and written to its place in our order of
 dimensions.
 
     model.layers.0.self_attn.q_proj.weight --slice--> device 0: layers.attention.q.weight [L, D/2, Q, H]
@@ -21,13 +21,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import math
 import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxrl.errors import UserError
 from jaxrl.files import open_file, read_json_object
+from jaxrl.hub.hub_names import fetch_hint
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
 from jaxrl.models.huggingface.weight_table import (
@@ -71,7 +73,15 @@ _OF_TEXT = (
     ("lm_head.", "lm_head."),
 )
 
+# Tensors beside the text model, and Qwen's layer that predicts the token after the next.
+_OF_OTHER_SENSES = re.compile(
+    r"(model\.)?(?P<name>\w*(vision|visual|audio|image|multi_modal)\w*|mtp)\."
+)
+
 _MAX_NAMES_LISTED = 4
+
+# Values of two tensors that are compared in one step.
+_COMPARED_AT_ONCE = 1 << 22
 
 # Largest size of all headers of a directory together. The 92,000 tensors of DeepSeek-V3 have headers of 12
 # MB. safetensors itself would read up to 100 MB, which takes 4 s and a gigabyte of memory.
@@ -83,17 +93,19 @@ def load_params(
 ) -> Params:
     """Loads the weights of a Hugging Face directory directly into their shards.
 
-    Each device gets only the slices that it needs. The host holds a part of one tensor at a time.
+    Each device gets only the slices that it needs. The host holds one tensor at a time, of which it reads the
+    rows that its devices need.
 
     Args:
       directory: directory with model.safetensors, or with several files and model.safetensors.index.json.
       config: the shape; see `config_json.read_config`.
-      shardings: tree of the parameters with a Sharding at each leaf.
+      shardings: tree of the parameters with a Sharding at each leaf, or a list of those of the layers.
       dtype: type of the result; values are rounded to it on the devices, but for `exact` ones.
 
     Raises:
-      UserError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or type
-        than in `config`; the message names it. All headers are checked before any data is read.
+      UserError: a file is missing, damaged or changed meanwhile, or a tensor is missing, unexpected, or of
+        another shape or type than in `config`; the message names it. All headers are checked before any data
+        is read.
     """
     stored = check_params(directory, config)
     return _load_table(stored, _table_of(stored, config), shardings, jnp.dtype(dtype))
@@ -114,22 +126,7 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
     directory = pathlib.Path(directory)
     stored = _all_headers(directory)
     if any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT[:2]):
-        of_text: dict[str, Stored] = {}
-        rest = set()
-        for name, tensor in stored.items():
-            prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
-            if not prefix:
-                rest.add(name.removeprefix("model.").split(".")[0])
-                continue
-            alone = ours + name.removeprefix(prefix)
-            if alone in of_text:
-                raise UserError(
-                    f"{directory} has both {of_text[alone].name} and {name}; copy the files of one model "
-                    "again"
-                )
-            of_text[alone] = tensor
-        stored = of_text
-        logger.info("%s: the text model is used; %s is not read", directory, _listed(sorted(rest)))
+        stored = _text_tensors(stored, directory)
     stored = _with_mxfp4(stored)
     if config.sharing_layers:
         # Published files have these tensors, and no layer uses them.
@@ -137,10 +134,75 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
         for i, name in itertools.product(last, ("k_proj", "v_proj", "k_norm")):
             stored.pop(f"model.layers.{i}.self_attn.{name}.weight", None)
     if config.tie_embeddings:
-        # A duplicate of the embedding, which Transformers ignores too.
-        stored.pop("lm_head.weight", None)
+        _tie(stored)
     _check_headers(stored, _table_of(stored, config), directory)
     return stored
+
+
+def _text_tensors(stored: Mapping[str, Stored], directory: pathlib.Path) -> dict[str, Stored]:
+    """The tensors of a model with images, those of its text model by the names they have alone."""
+    of_text: dict[str, Stored] = {}
+    others = set()
+    for name, tensor in stored.items():
+        prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
+        if not prefix and (part := _OF_OTHER_SENSES.match(name)):
+            others.add(part["name"])
+            continue
+        alone = ours + name.removeprefix(prefix)
+        if alone in of_text:
+            raise UserError(
+                f"{directory} has both {of_text[alone].name} and {name}; copy the files of one model again"
+            )
+        of_text[alone] = tensor
+    logger.info("%s: the text model is used; %s is not read", directory, _listed(sorted(others)))
+    return of_text
+
+
+def _tie(stored: dict[str, Stored]) -> None:
+    """Leaves one of two tensors that a tied model shares, as Transformers does if they are equal.
+
+    Of different ones Transformers 4 and vLLM use the embedding alone, and Transformers 5 both. The files do
+    not say which of the two models was trained.
+    """
+    head = stored.get("lm_head.weight")
+    if head is None:
+        return
+    embedding = stored.setdefault("model.embed_tokens.weight", head)
+    if not _equal(embedding, head):
+        raise UserError(
+            f"{head.file} has a {head.name} that differs from {embedding.name}, but config.json says "
+            "tie_word_embeddings: set that to false to use both, or remove the tensor to use the embedding"
+        )
+    del stored["lm_head.weight"]
+
+
+# A run checks the files of a model more than once.
+@functools.lru_cache(maxsize=64)
+def _equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same values; reads both, a few rows at a time, up to a difference."""
+    if one.shape != other.shape:
+        return False
+    if (one.file, one.begin) == (other.file, other.begin):
+        return True
+    if not {one.dtype, other.dtype} <= _FLOATS:
+        return False
+    step = max(1, _COMPARED_AT_ONCE // max(1, math.prod(one.shape[1:])))
+    rows = [slice(i, min(i + step, one.shape[0])) for i in range(0, one.shape[0], step)]
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(open_file(x.file, absent=_CHANGED)) for x in (one, other)]
+        for part in rows:
+            a, b = (
+                _TensorInFile(file, x)[part,] for file, x in zip(files, (one, other), strict=True)
+            )
+            same = a.dtype == b.dtype and a.tobytes() == b.tobytes()
+            # Every type is exact in float64.
+            if not (
+                same or np.array_equal(*(x.astype(np.float64) for x in (a, b)), equal_nan=True)
+            ):
+                return False
+        for file, x in zip(files, (one, other), strict=True):
+            _check_unchanged(file, x)
+    return True
 
 
 def load_adapter(directory: str | pathlib.Path, config: ModelConfig, shardings: Any) -> Params:
@@ -178,15 +240,24 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16").
+    """The header entry of one tensor.
 
-    One in MXFP4 has two `parts`, blocks and scales.
+    Attributes:
+      name: name of the tensor.
+      file: path of its file.
+      shape: shape of the tensor.
+      dtype: its type in the notation of safetensors ("BF16").
+      begin: offset of its first byte in the file.
+      version: what tells the file from later ones of that path, from `_version`.
+      parts: blocks and scales, if the tensor is in MXFP4.
     """
 
     name: str
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
+    begin: int
+    version: tuple[int, ...]
     parts: tuple[Stored, ...] = ()
 
 
@@ -207,8 +278,16 @@ def _with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             )
         del found[name], found[scales.name]
         E, N, num_blocks = scales.shape
+        if whole in found:
+            raise UserError(
+                f"{blocks.file} has {name}, and {found[whole].file} has {whole}, which are the same weights; "
+                "copy the published files again"
+            )
         shape = (E, num_blocks * _MXFP4_BLOCK, N)
-        found[whole] = Stored(whole, blocks.file, shape, "MXFP4", (blocks, scales))
+        parts = (blocks, scales)
+        found[whole] = dataclasses.replace(
+            blocks, name=whole, shape=shape, dtype="MXFP4", parts=parts
+        )
     return found
 
 
@@ -222,6 +301,7 @@ def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
         raise UserError(
             f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {_listed(found)}; name a "
             "directory with safetensors, since pickled weights can run any program when they are read"
+            f"{fetch_hint(str(directory))}"
         )
     index = read_json_object(path, absent="copy the published file")
     file_of = index.get("weight_map")
@@ -242,7 +322,15 @@ def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
                 f"{directory / file} has no tensor {name}, but {INDEX_FILE} says so; copy both files again, "
                 "they are of different models or versions"
             )
-    return {name: headers[file][name] for name, file in file_of.items()}
+    tensors: dict[str, Stored] = {}
+    for tensor in itertools.chain(*(headers[file.name].values() for file in files)):
+        first = tensors.setdefault(tensor.name, tensor)
+        if not _equal(first, tensor):
+            raise UserError(
+                f"{first.file} and {tensor.file} have different tensors {tensor.name}; copy the files of one "
+                "model again"
+            )
+    return tensors
 
 
 def _read_headers(
@@ -264,13 +352,23 @@ def _read_headers(
     headers: dict[str, dict[str, Stored]] = {}
     for path in paths:
         try:
-            with safetensors.safe_open(path, "np") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            # It checks types, sizes and offsets, but does not tell the offsets.
+            with safetensors.safe_open(path, "np"), open_file(path, absent=absent) as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+                header.pop("__metadata__", None)
                 headers[path.name] = {
-                    name: Stored(name, path, tuple(s.get_shape()), s.get_dtype())
-                    for name, s in slices.items()
+                    name: Stored(
+                        name,
+                        path,
+                        tuple(entry["shape"]),
+                        entry["dtype"],
+                        8 + size + entry["data_offsets"][0],
+                        _version(file),
+                    )
+                    for name, entry in header.items()
                 }
-        except (safetensors.SafetensorError, OSError) as error:
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise UserError(
                 f"{path} is cut short or no safetensors file ({error}); copy it again, it may also be a Git "
                 "LFS pointer"
@@ -289,9 +387,10 @@ def _check_headers(
             "again, or correct config.json"
         )
     # Layers that predict the token after the next, numbered behind the last layer. Nothing else has this.
-    further = tuple(
+    further = [
         name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")
-    )
+    ]
+    further = tuple(prefix for prefix in further if not any(n.startswith(prefix) for n in shapes))
     unexpected = [
         name
         for name in stored
@@ -329,34 +428,113 @@ def _load_table(
     stored: Mapping[str, Stored], table: Iterable[WeightRule], shardings: Any, dtype: np.dtype
 ) -> Params:
     with contextlib.ExitStack() as opened:
-        # Open files are mapped into memory; a slice of a tensor is read from its file when it is indexed.
         files = {
-            path: opened.enter_context(safetensors.safe_open(path, "np"))
-            for path in {part.file for whole in stored.values() for part in whole.parts or (whole,)}
+            part.file: opened.enter_context(open_file(part.file, absent=_CHANGED, buffering=0))
+            for whole in stored.values()
+            for part in whole.parts or (whole,)
         }
 
-        def slice_of(name: str) -> Any:
+        def tensor_of(name: str) -> _TensorInFile | Mxfp4Tensor:
             whole = stored[name]
-            parts = [files[part.file].get_slice(part.name) for part in whole.parts or (whole,)]
+            parts = [_TensorInFile(files[part.file], part) for part in whole.parts or (whole,)]
             return Mxfp4Tensor(*parts) if whole.parts else parts[0]
 
         leaves = {
             row.path: _load_leaf(
-                slice_of,
+                tensor_of,
                 row,
                 leaf_at(shardings, row.path),
                 np.dtype(np.float32) if row.exact else dtype,
             )
             for row in table
         }
+        for tensor in stored.values():
+            _check_unchanged(files[tensor.file], tensor)
     return traverse_util.unflatten_dict(leaves, sep=".")
 
 
+# Files are read, not mapped into memory: one that another program cuts short would end this process (SIGBUS).
+_CHANGED = "another program changes it: start again when that has ended"
+_NUMPY = {
+    **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16},
+    "U8": np.uint8,
+}
+
+
+def _version(file: IO[bytes]) -> tuple[int, ...]:
+    """What changes if a file is replaced or written to."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check_unchanged(file: IO[bytes], tensor: Stored) -> None:
+    """Raises UserError if an open file is not the one whose header has been read."""
+    if _version(file) != tensor.version:
+        raise UserError(f"{tensor.file} has changed while it was read; {_CHANGED}")
+
+
+class _TensorInFile:
+    """A tensor in an open file, of which ranges are read when it is indexed."""
+
+    def __init__(self, file: IO[bytes], stored: Stored):
+        self._file, self._stored = file, stored
+        self._blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def __getitem__(self, at: tuple[slice, ...]) -> np.ndarray:
+        """The values within ranges of the first dimensions.
+
+        Rows are read whole and kept: other devices need other columns of them.
+        """
+        shape = self._stored.shape
+        ends = [part.indices(size)[:2] for part, size in zip(at, shape, strict=False)]
+        # Of several matrices, a part of each.
+        split = 2 if len(ends) > 2 and ends[1] != (0, shape[1]) else 1
+        rows = tuple(ends[:split])
+        if rows not in self._blocks:
+            self._blocks[rows] = self._read(rows)
+        return self._blocks[rows][(slice(None),) * split + at[split:]]
+
+    def _read(self, rows: Sequence[tuple[int, int]]) -> np.ndarray:
+        stored, dtype = self._stored, np.dtype(_NUMPY[self._stored.dtype])
+        whole = stored.shape[len(rows) :]
+        block = np.empty([*(end - begin for begin, end in rows), *whole], dtype)
+        inner, (begin, end) = math.prod(whole) * dtype.itemsize, rows[-1]
+        matrices = range(*rows[0]) if len(rows) > 1 else (0,)
+        num_bytes = (end - begin) * inner
+        rest = block.reshape(-1).view(np.uint8).data
+        for i in matrices:
+            part, rest = rest[:num_bytes], rest[num_bytes:]
+            self._fill(part, stored.begin + (i * stored.shape[len(rows) - 1] + begin) * inner)
+        return block
+
+    def _fill(self, part: memoryview, offset: int) -> None:
+        while part:
+            try:
+                # Linux reads 2 GiB at most in one call.
+                count = os.preadv(self._file.fileno(), [part], offset)
+            except OSError as error:
+                raise UserError(
+                    f"{self._stored.file} cannot be read ({error.strerror}); copy it again"
+                ) from error
+            if not count:
+                raise UserError(f"{self._stored.file} has been cut short; {_CHANGED}")
+            part, offset = part[count:], offset + count
+
+
 def _load_leaf(
-    slice_of: Callable[[str], Any], row: WeightRule, sharding: Sharding, dtype: np.dtype
-) -> jax.Array:
-    shape, num_stacked = row.leaf_shape, len(row.stacked)
-    if num_stacked and isinstance(sharding, NamedSharding) and sharding.spec:
+    tensor_of: Callable[[str], Any],
+    row: WeightRule,
+    sharding: Sharding | list[Sharding],
+    dtype: np.dtype,
+    layer: int | None = None,
+) -> Any:
+    """Loads a leaf, or a list with that of each layer, or that of one layer."""
+    if isinstance(sharding, list):
+        return [_load_leaf(tensor_of, row, one, dtype, i) for i, one in enumerate(sharding)]
+    shape, num_stacked, own = row.leaf_shape, len(row.stacked), ()
+    if layer is not None:
+        shape, own = shape[1:], ((layer, layer + 1),)
+    elif num_stacked and isinstance(sharding, NamedSharding) and sharding.spec:
         # As many layers as the stages of a pipeline hold; further ones stay 0.
         axes = sharding.spec[0] or ()
         axes = [axes] if isinstance(axes, str) else axes
@@ -365,25 +543,29 @@ def _load_leaf(
     # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices_of[bounds_of(index, shape)].append(device)
-    loaded = []
-    for bounds, devices in devices_of.items():
-        size = tuple(end - begin for begin, end in bounds)
-        shards = [jnp.zeros(size, dtype, device=device) for device in devices]
-        stacked, inner = bounds[:num_stacked], dict(zip(row.ours, bounds, strict=True))
-        there = zip(stacked, row.leaf_shape, strict=False)
-        for position in itertools.product(
-            *(range(begin, min(end, size)) for (begin, end), size in there)
-        ):
-            piece = _read_piece(slice_of(row.tensor_name(position)), row, inner)
+        devices_of[*own, *bounds_of(index, shape)].append(device)
+    shards = {
+        device: jnp.zeros([end - begin for begin, end in bounds], dtype, device=device)
+        for bounds, devices in devices_of.items()
+        for device in devices
+    }
+    for position in row.positions():
+        tensor = tensor_of(row.tensor_name(position))
+        for bounds, devices in devices_of.items():
+            stacked = bounds[:num_stacked]
+            if not all(
+                begin <= at < end for at, (begin, end) in zip(position, stacked, strict=True)
+            ):
+                continue
+            piece = _read_piece(tensor, row, dict(zip(row.ours, bounds, strict=True)))
             offset = offset_of(position, stacked)
-            for i, device in enumerate(devices):
+            for device in devices:
                 on_device = jax.device_put((piece, offset), device)
-                shards[i] = _insert(shards[i], *on_device, order=row.order)
-            # Wait; otherwise parts of many tensors would queue up in host memory.
-            jax.block_until_ready(shards)
-        loaded += shards
-    return jax.make_array_from_single_device_arrays(shape, sharding, loaded, dtype=dtype)
+                shards[device] = _insert(shards[device], *on_device, order=row.order)
+        # Wait; otherwise parts of many tensors would queue up in host memory.
+        jax.block_until_ready([*shards.values()])
+    arrays = [x.reshape(x.shape[len(own) :]) for x in shards.values()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
@@ -427,14 +609,14 @@ _MXFP4_VALUES = np.array([*_MXFP4_POSITIVE, *(-value for value in _MXFP4_POSITIV
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor:
-    """Slices of a tensor in MXFP4, which are read when it is indexed. gpt-oss is published so:
+    """A tensor in MXFP4, of which ranges are read when it is indexed. gpt-oss is published so:
 
     NAME_blocks   uint8 [E, N, K / 32, 16]   two values of 4 bits a byte, the first in the low half
     NAME_scales   uint8 [E, N, K / 32]       exponent of the block's power of two, plus 127
     NAME          bfloat16 [E, K, N]         what they stand for: input dimension first
 
     Attributes:
-      blocks, scales: slices of the two stored tensors, in the sense of safetensors.
+      blocks, scales: the two stored tensors.
     """
 
     blocks: Any

@@ -171,7 +171,7 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
 def _layer_table(
     config: ModelConfig, prefix: str, place: int, numbers: range, *, fused: Sequence[str]
 ) -> list[WeightRule]:
-    """The tensors of the layers with these numbers, which are at one place of a stack's periods."""
+    """Rules for the tensors of the given layers, which share one position in the repeating layer pattern."""
     rows: list[WeightRule] = []
     kind, dense, shares = config.layer_pattern[place], prefix == "first", "last." in prefix
     sizes = dimension_sizes(config, kind) | {"L": len(numbers)}
@@ -181,16 +181,7 @@ def _layer_table(
         sizes["F"] *= 1 + config.double_wide_sharing
     rule = functools.partial(WeightRule, sizes=sizes, numbers=numbers)
 
-    def per_layer(
-        name: str,
-        stored: str,
-        path: str,
-        ours: str,
-        part: tuple[int, int] | None = None,
-        exact: bool = False,
-        grouped: bool = False,
-        **within: tuple[int, int],
-    ) -> None:
+    def per_layer(name, stored, path, ours, part=None, exact=False, grouped=False, **within):
         name, path = f"model.layers.{{L}}.{name}", f"{prefix}.{path}"
         options = {"within": within, "part": part, "exact": exact, "grouped": grouped}
         rows.append(rule(name, stored, path, f"L{ours}", **options))
@@ -217,6 +208,14 @@ def _layer_table(
         per_layer("post_per_layer_input_norm.weight", "D", "input_norm.scale", "D")
     if config.scaled_layers:
         per_layer("layer_scalar", "G", "layer_scale", "", G=(0, 1))
+    _feed_forward_table(config, per_layer, dense=dense, fused=fused)
+    return rows
+
+
+def _feed_forward_table(
+    config: ModelConfig, per_layer: Callable[..., None], *, dense: bool, fused: Sequence[str]
+) -> None:
+    """Adds the tensors of a feed-forward network or of a mixture of experts."""
     if config.expert_norms:
         per_layer("post_feedforward_layernorm_1.weight", "D", "mlp.shared_post_norm.scale", "D")
         per_layer("pre_feedforward_layernorm_2.weight", "D", "mlp.experts_norm.scale", "D")
@@ -255,7 +254,6 @@ def _layer_table(
             _network_table(per_layer, name, "mlp.shared", "M")
         if config.shared_gate:
             per_layer("mlp.shared_expert_gate.weight", "G D", "mlp.shared_gate", "D", G=(0, 1))
-    return rows
 
 
 def _fused_experts_table(prefix: str, per_layer: Callable[..., None]) -> None:
@@ -280,41 +278,41 @@ def _attention_table(
     config: ModelConfig, per_layer: Callable[..., None], *, fused: bool, shares: bool
 ) -> None:
     """Adds the tensors of attention."""
+
+    def weight(name: str, stored: str, leaf: str, ours: str, **within: tuple[int, int]) -> None:
+        per_layer(f"self_attn.{name}.weight", stored, f"attention.{leaf}", ours, **within)
+
     if config.kv_latent:
         if config.q_latent:
-            per_layer("self_attn.q_a_proj.weight", "P D", "attention.q_a.weight", "DP")
-            per_layer("self_attn.q_a_layernorm.weight", "P", "attention.q_norm.scale", "P")
-            per_layer("self_attn.q_b_proj.weight", "QH P", "attention.q.weight", "PQH")
+            weight("q_a_proj", "P D", "q_a.weight", "DP")
+            weight("q_a_layernorm", "P", "q_norm.scale", "P")
+            weight("q_b_proj", "QH P", "q.weight", "PQH")
         else:
-            per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
+            weight("q_proj", "QH D", "q.weight", "DQH")
         # A latent and the rotated key; keys without rotation and values, head by head.
-        per_layer("self_attn.kv_a_proj_with_mqa.weight", "A D", "attention.kv_a.weight", "DA")
-        per_layer("self_attn.kv_a_layernorm.weight", "Z", "attention.kv_norm.scale", "Z")
-        per_layer("self_attn.kv_b_proj.weight", "QJ Z", "attention.kv_b.weight", "ZQJ")
-        per_layer("self_attn.o_proj.weight", "D QO", "attention.o.weight", "QOD")
+        weight("kv_a_proj_with_mqa", "A D", "kv_a.weight", "DA")
+        weight("kv_a_layernorm", "Z", "kv_norm.scale", "Z")
+        weight("kv_b_proj", "QJ Z", "kv_b.weight", "ZQJ")
+        weight("o_proj", "D QO", "o.weight", "QOD")
         return
     if fused:
         Q, K = config.num_heads, config.num_kv_heads
         whole = Q + 2 * K
-        per_layer("self_attn.qkv_proj.weight", "QH D", "attention.q.weight", "DQH", Q=(0, whole))
-        per_layer("self_attn.qkv_proj.weight", "KH D", "attention.k.weight", "DKH", K=(Q, whole))
-        per_layer(
-            "self_attn.qkv_proj.weight", "KH D", "attention.v.weight", "DKH", K=(Q + K, whole)
-        )
+        weight("qkv_proj", "QH D", "q.weight", "DQH", Q=(0, whole))
+        weight("qkv_proj", "KH D", "k.weight", "DKH", K=(Q, whole))
+        weight("qkv_proj", "KH D", "v.weight", "DKH", K=(Q + K, whole))
     else:
         if config.gated_attention:
             # Queries and gates of each head in turn.
-            per_layer("self_attn.q_proj.weight", "QGH D", "attention.q.weight", "DQH", G=(0, 2))
-            per_layer(
-                "self_attn.q_proj.weight", "QGH D", "attention.q_gate.weight", "DQH", G=(1, 2)
-            )
+            weight("q_proj", "QGH D", "q.weight", "DQH", G=(0, 2))
+            weight("q_proj", "QGH D", "q_gate.weight", "DQH", G=(1, 2))
         else:
-            per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
+            weight("q_proj", "QH D", "q.weight", "DQH")
         if not shares:
-            per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
+            weight("k_proj", "KH D", "k.weight", "DKH")
         if not (shares or config.keys_as_values):
-            per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
-    per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
+            weight("v_proj", "KH D", "v.weight", "DKH")
+    weight("o_proj", "D QH", "o.weight", "QHD")
     if config.qkv_bias:
         per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
         per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
@@ -326,9 +324,9 @@ def _attention_table(
         per_layer("self_attn.sinks", "Q", "attention.sinks", "Q")
     if config.qk_norm:
         q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
-        per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
+        weight("q_norm", q, "q_norm.scale", q)
         if not shares:
-            per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
+            weight("k_norm", k, "k_norm.scale", k)
 
 
 def _delta_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
@@ -337,34 +335,18 @@ def _delta_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: 
     whole = 2 * keys + config.delta_value_heads * config.delta_value_dim
     # Widths of the parts of a key head.
     X, UY = config.delta_key_dim, config.delta_group * config.delta_value_dim
-    projections = [("q", 0, "NX"), ("k", keys, "NX"), ("v", 2 * keys, "NUY")]
+    parts = channels = [("q", 0, "NX"), ("k", keys, "NX"), ("v", 2 * keys, "NUY")]
+    into, rows = "linear_attn.in_proj_qkv.weight", whole
     if fused:
-        projections = [
-            ("q", 0, "NX"),
-            ("k", X, "NX"),
-            ("v", 2 * X, "NUY"),
-            ("z", 2 * X + UY, "NUY"),
-        ]
-    for name, first, dims in projections:
-        per_layer(
-            f"linear_attn.in_proj_{'qkvz' if fused else 'qkv'}.weight",
-            f"{dims} D",
-            f"delta.{name}.weight",
-            f"D{dims}",
-            (first, 2 * X + 2 * UY if fused else whole),
-            grouped=fused,
-        )
-    for name, first, dims in (("q", 0, "NX"), ("k", keys, "NX"), ("v", 2 * keys, "NUY")):
-        part = (first, whole)
+        into, rows = "linear_attn.in_proj_qkvz.weight", 2 * X + 2 * UY
+        parts = [("q", 0, "NX"), ("k", X, "NX"), ("v", 2 * X, "NUY"), ("z", 2 * X + UY, "NUY")]
+    for name, first, dims in parts:
+        part, path = (first, rows), f"delta.{name}.weight"
+        per_layer(into, f"{dims} D", path, f"D{dims}", part, grouped=fused)
+    for name, first, dims in channels:
+        part, path = (first, whole), f"delta.{name}_taps"
         # The dimension between, of size 1, is for convolutions over all channels.
-        per_layer(
-            "linear_attn.conv1d.weight",
-            f"{dims} G C",
-            f"delta.{name}_taps",
-            f"{dims}C",
-            part,
-            G=(0, 1),
-        )
+        per_layer("linear_attn.conv1d.weight", f"{dims} G C", path, f"{dims}C", part, G=(0, 1))
     if fused:
         for i, name in enumerate("ba"):
             ba = "linear_attn.in_proj_ba.weight"

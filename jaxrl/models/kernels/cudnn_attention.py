@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.xla_attention import xla_attention
+from jaxrl.private import cudnn_attention as fused
 
 # The first version of JAX known to count the offsets of keys by key-value heads (jax pull request 39521).
 _OFFSETS_SINCE = (0, 11, 2)

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from jaxrl.private import gpu_ragged_dot
+
 # Versions that have the private names used here: the first, and the first that has not been tried.
 _OLDEST, _UNTRIED = (0, 0, 17), (0, 0, 18)
 # Name of the jitted kernels; the planner counts their operations by it.
@@ -107,12 +109,10 @@ def _product(
         return jax.lax.ragged_dot_general(left, right, rows, dimensions)
 
     import tokamax  # pyright: ignore
-    from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu import PallasMosaicGpuRaggedDot  # pyright: ignore
-    from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config  # pyright: ignore
 
     # The settings of rows are for products with one result for each row; a gradient of the matrices has one
     # for each group.
-    kernel = PallasMosaicGpuRaggedDot(config=Config(**(_OF_ROWS if group else _TILES)))
+    kernel = gpu_ragged_dot(**(_OF_ROWS if group else _TILES))
 
     def grouped_matmul(left: jax.Array, right: jax.Array, rows: jax.Array) -> jax.Array:
         # tokamax takes the kind of GPU from the default device. When one compiles for a GPU that is not

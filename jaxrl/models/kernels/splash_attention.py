@@ -74,6 +74,7 @@ def splash_attention(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=kind.softcap or None,
+            residual_checkpoint_name="attended",
             interpret=interpret,
         )
 

@@ -1,11 +1,10 @@
 """Sandboxes for code that a model wrote; `choose_sandbox` picks one that works on this machine.
 
     bubblewrap    namespaces by `bwrap`, and a seccomp filter     best; needs the program and user namespaces
-    webassembly   a CPython in wasmtime                           extra `sandbox`; slower, without threads
     landlock      Landlock and a seccomp filter                   Linux 6.2; outside paths are visible
     none          limits of time and memory                       only if asked for
 
-In the first three a program cannot start another process. So its memory limit bounds its total use, and
+In the first two a program cannot start another process. So its memory limit bounds its total use, and
 nothing remains after it is killed. It can write no file, so it cannot fill a disk.
 """
 
@@ -22,12 +21,11 @@ from jaxrl.rewards.sandbox.native import (
     SandboxUnavailable,
     Unconfined,
 )
-from jaxrl.rewards.sandbox.webassembly import WebAssembly
 
 logger = logging.getLogger(__name__)
 
 SANDBOXES: dict[str, type[Sandbox]] = {
-    kind.name: kind for kind in (Bubblewrap, WebAssembly, Landlock, Unconfined)
+    kind.name: kind for kind in (Bubblewrap, Landlock, Unconfined)
 }
 """Sandboxes by name, in the order in which `auto` tries them; it never tries `none`."""
 
@@ -68,6 +66,23 @@ def logged_choice(choice: str) -> str:
         "; ".join(sandbox.gaps),
     )
     return sandbox.name
+
+
+@functools.cache
+def check_landlock() -> None:
+    """Checks that scorers of reasoning-gym can be locked down.
+
+    Raises:
+      UserError: Landlock or libseccomp does not work on this machine.
+    """
+    try:
+        Landlock().check()
+    except SandboxUnavailable as reason:
+        raise UserError(
+            "the grader 'reasoning_gym' evaluates answers that a model wrote, in processes that Landlock and "
+            f"seccomp lock down, which does not work on this machine: {reason}; grade where they do, or set "
+            "reward.code_sandbox='none' to evaluate them with the rights of this user"
+        ) from reason
 
 
 @functools.cache

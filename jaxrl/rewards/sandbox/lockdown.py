@@ -135,7 +135,7 @@ def main() -> None:
     """Locks this process down and runs the program that its caller gives as `__main__`."""
     options = json.loads(sys.argv[1])
     if options["parent"]:
-        # The parent may be killed. This process must not survive it, because nobody would watch its time.
+        # The parent may be killed. This process must not survive it: its limit of time goes with it.
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != options["parent"]:
             os._exit(1)

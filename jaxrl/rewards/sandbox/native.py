@@ -80,7 +80,7 @@ class Outcome:
 
 
 class Sandbox(abc.ABC):
-    """Runs Python programs that nobody trusts, one at a time.
+    """Runs untrusted Python programs, one at a time.
 
     No sandbox but `none` lets a program write a file, open a socket or start a process.
 
@@ -418,11 +418,14 @@ def syscall_filter() -> bytes:
 #
 # The scorers of reasoning-gym take seconds to import, so they cannot start a new Python per response. They
 # are library code, but several of them evaluate an answer; answers that look like code are refused first.
-# So limits of time and memory suffice if Landlock or libseccomp is missing.
 
 
 def run_forked(
-    function: Callable[[], bytes], limits: SandboxLimits, readable: Sequence[str] = ()
+    function: Callable[[], bytes],
+    limits: SandboxLimits,
+    readable: Sequence[str] = (),
+    *,
+    locked: bool = True,
 ) -> bytes | None:
     """Runs `function` in a forked process and returns its bytes.
 
@@ -430,15 +433,13 @@ def run_forked(
       function: function to run; it sees all memory of this process.
       limits: limits of the process; memory counts on top of the use of this process.
       readable: additional files and folders that it may read.
+      locked: whether Landlock and the seccomp filter hold for it, or its limits alone.
 
     Returns:
       The first megabyte; empty if the function failed; None if it ran out of time.
     """
-    try:
-        # Before the fork: libseccomp writes a temporary file, and the child may write none.
-        syscalls = syscall_filter()
-    except SandboxUnavailable:
-        syscalls = b""
+    # Before the fork: libseccomp writes a temporary file, and the child may write none.
+    syscalls = syscall_filter() if locked else b""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # JAX warns that its threads do not survive a fork; the child needs none of them.
@@ -487,7 +488,7 @@ def _child(
         with open("/proc/self/statm", encoding="ascii") as numbers:
             held = int(numbers.read().split()[0]) * resource.getpagesize()
         lockdown.limit_resources(max(1, round(limits.seconds)), held + limits.memory_bytes)
-        lockdown.restrict(readable, syscalls, landlock=lockdown.landlock_version() > 0)
+        lockdown.restrict(readable, syscalls, landlock=bool(syscalls))
         content = function()
         # A pipe may take part of it.
         while content:

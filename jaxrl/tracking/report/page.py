@@ -19,6 +19,7 @@ import jinja2
 import numpy as np
 
 from jaxrl.data.problems import NO_EVALUATION
+from jaxrl.files import read_text
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr, read_metrics
 from jaxrl.tracking.readable import visible
@@ -191,7 +192,7 @@ def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
     try:
         return [
             {name: sample[name] for name in _SAMPLE_FIELDS}
-            for sample in json.loads(path.read_text())
+            for sample in json.loads(read_text(path, absent=""))
         ]
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.warning("%s is damaged (%s): its answers are left out", path, error)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.files import read_text
+from jaxrl.files import read_bytes, read_text
 from jaxrl.flags import command_parser
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.metrics import evaluation_accuracy, read_metrics
@@ -240,7 +240,8 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
     samples: list[Samples] = []
     for each in files:
         samples.append({})
-        for line in each[step].read_bytes().splitlines() if step in each else ():
+        content = read_bytes(each[step], absent="remove it") if step in each else b""
+        for line in content.splitlines():
             row = read_head(line)
             answer = row["completion"], row["correct"]
             samples[-1].setdefault((row["prompt"], row["answer"]), answer)

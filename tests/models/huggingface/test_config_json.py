@@ -255,6 +255,156 @@ def test_gemma_4_with_and_without_experts():
     assert mixture.expert_norms and parse_config(config_json(mixture, dtype="float32")) == mixture
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize("numbers", [("5", "11"), ("05", "11"), ("005", "011")])
+@pytest.mark.parametrize("present", [{}, {"global_head_dim": 96}])
+def test_layers_of_a_gemma_4_are_numbered_with_or_without_zeros(numbers, present):
+    theirs = without(GEMMA4, "global_head_dim", "num_global_key_value_heads") | present
+    by_layer = {i: {"head_dim": 512, "num_key_value_heads": 1} for i in numbers}
+    assert parse_config({**theirs, "per_layer_config": by_layer}) == parse_config(GEMMA4)
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "sizes"),
+    [
+        # head_dim, num_kv_heads, full_head_dim, full_kv_heads
+        ({}, (256, 2, 256, 0)),
+        (None, (256, 2, 256, 0)),
+        ({"05": {"head_dim": 256}, "11": {}}, (256, 2, 256, 0)),
+        ({"5": {"head_dim": 512}, "11": {"head_dim": 512}}, (256, 2, 512, 0)),
+        ({"5": {"num_key_value_heads": 1}, "11": {"num_key_value_heads": 1}}, (256, 2, 256, 1)),
+        # What says the same as the model has no effect.
+        (
+            {str(i): {"head_dim": 512 if i in (5, 11) else 256, "skip": []} for i in range(12)},
+            (256, 2, 512, 0),
+        ),
+        # The layers that slide are the others.
+        (
+            {str(i): {"head_dim": 64, "num_key_value_heads": 4} for i in range(12) if i % 6 != 5},
+            (64, 4, 256, 2),
+        ),
+    ],
+)
+def test_sizes_of_heads_by_layer(by_layer, sizes):
+    theirs = without(GEMMA4, "global_head_dim", "num_global_key_value_heads")
+    assert (theirs["head_dim"], theirs["num_key_value_heads"]) == (256, 2)
+    config = parse_config({**theirs, "per_layer_config": by_layer})
+    found = (config.head_dim, config.num_kv_heads, config.full_head_dim, config.full_kv_heads)
+    assert found == sizes
+    written = config_json(config, dtype="bfloat16", base={**theirs, "per_layer_config": by_layer})
+    assert parse_config(written) == config
+
+
+@pytest.mark.parametrize(
+    ("family", "by_layer", "message"),
+    [
+        ("gemma4", {"05": {"head_dim": 512}}, "supported are heads of one size"),
+        ("gemma4", {"5": {"sliding_window": 7}}, "sliding_window must be the same in all layers"),
+        ("gemma4", {"0": {"skip": ["mlp"]}}, "skip must be the same"),
+        ("gemma4", {"12": {"head_dim": 512}}, "for some of layers 0 to 11"),
+        ("gemma4", {"-1": {"head_dim": 512}}, "for some of layers 0 to 11"),
+        ("gemma4", {"9" * 5000: {}}, "for some of layers 0 to 11"),
+        ("gemma4", {"full_attention": {"head_dim": 512}}, "for some of layers 0 to 11"),
+        ("gemma4", {"5": 512}, "for some of layers 0 to 11"),
+        ("gemma4", {"5": {"head_dim": "x"}, "11": {"head_dim": "x"}}, "head_dim is 'x'"),
+        ("gemma4", ["head_dim"], "must be an object"),
+        ("qwen2", {"3": {"rms_norm_eps": 0.5}}, "rms_norm_eps must be the same in all layers"),
+        ("qwen3_moe", {"00": {"num_experts_per_tok": 1}}, "num_experts_per_tok must be the same"),
+        ("mistral", {"1": {"sliding_window": None}}, "sliding_window must be the same"),
+        ("deepseek_v3", {"1": {"kv_lora_rank": 3}}, "kv_lora_rank must be the same"),
+        ("qwen3_5_moe", {"1": {"head_dim": 3}}, "head_dim must be the same"),
+    ],
+)
+def test_layers_that_differ_are_refused(family, by_layer, message):
+    values = {**PUBLISHED[family], "per_layer_config": by_layer}
+    if "text_config" in values:
+        values["text_config"] = {**values["text_config"], "per_layer_config": by_layer}
+    with pytest.raises(UserError, match=f"per_layer_config.*{message}|{message}.*per_layer_config"):
+        parse_config(values)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma4"])
+def test_layers_that_say_what_the_model_says_are_no_obstacle(family):
+    values = PUBLISHED[family]
+    same = {"0": {"rms_norm_eps": values["rms_norm_eps"]}, "1": {}}
+    base = {**values, "per_layer_config": {}}
+    assert parse_config({**values, "per_layer_config": same}) == parse_config(base)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_last_layer_of_a_gemma_4_is_full_whatever_its_file_says(listed):
+    kinds = {"layer_types": [SLIDING] * 12} if listed else {"num_hidden_layers": 10}
+    config = parse_config({**without(GEMMA4, "layer_types"), **kinds})
+    last = config.num_layers - 1
+    full = [i for i, slides in enumerate(config.sliding_layers) if not slides]
+    assert full == ([last] if listed else [5, last])
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 20}
+
+
+@pytest.mark.parametrize(
+    ("change", "sliding"),
+    [
+        ({}, range(20, 24)),
+        ({"max_window_layers": 0}, range(24)),
+        ({"max_window_layers": 24}, ()),
+        ({"max_window_layers": 99}, ()),
+        ({"max_window_layers": None}, ()),  # the default of 28
+        ({"use_sliding_window": False}, ()),
+        ({"use_sliding_window": None}, ()),
+        ({"sliding_window": None}, ()),
+        ({"max_position_embeddings": 100}, ()),
+        ({"layer_types": [FULL] * 24}, ()),
+        ({"layer_types": [SLIDING] * 24}, range(24)),
+        ({"layer_types": [SLIDING, FULL] * 12}, range(0, 24, 2)),
+        ({"layer_types": [FULL] * 20 + [SLIDING] * 4, "max_window_layers": 3}, range(20, 24)),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen(family, change, sliding):
+    values = {**PUBLISHED[family], "num_hidden_layers": 24, **QWEN_WINDOW, **change}
+    config = parse_config(values)
+    assert [i for i, slides in enumerate(config.sliding_layers) if slides] == [*sliding]
+    assert config.sliding_window == (100 if sliding else 0)
+    written = config_json(config, dtype="bfloat16", base=values)
+    assert written["use_sliding_window"] == bool(sliding) and parse_config(written) == config
+    assert parse_config(config_json(config, dtype="bfloat16")) == config
+
+
+def test_a_window_of_an_absent_size_is_the_default_of_qwen():
+    values = {**without(QWEN2, "sliding_window"), "use_sliding_window": True}
+    assert parse_config({**values, "max_window_layers": 3}).sliding_window == 4096
+
+
+def test_the_window_of_a_qwen_3_mixture_is_of_all_layers():
+    on = {**QWEN3_MOE, **QWEN_WINDOW}
+    config = parse_config(on)
+    assert all(config.sliding_layers) and config.sliding_window == 100
+    written = config_json(config, dtype="bfloat16", base=on)
+    assert written["use_sliding_window"] is True and parse_config(written) == config
+    off = parse_config({**on, "use_sliding_window": False})
+    assert off == parse_config(QWEN3_MOE) and not off.sliding_window
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true"),
+        ("qwen2", {"sliding_window": "x"}, "sliding_window is 'x'"),
+        ("qwen3", {"max_window_layers": -1}, "max_window_layers is -1"),
+        ("qwen3", {"max_window_layers": 1.5}, r"max_window_layers is 1\.5"),
+        ("qwen3", {"sliding_window": None, "layer_types": [SLIDING] * 24}, "but only use_sliding"),
+        ("qwen3_moe", {"layer_types": [FULL] * 24}, "layer_types has full_attention, but only use"),
+    ],
+)
+def test_malformed_windows_of_qwen_are_refused(family, change, message):
+    with pytest.raises(UserError, match=message):
+        parse_config({**PUBLISHED[family], "num_hidden_layers": 24, **QWEN_WINDOW, **change})
+
+
 def test_a_gemma_4_with_inputs_of_layers_and_shared_keys_by_hand():
     """Sizes of E2B as recalled: 35 layers, every fifth full, of which the last 20 share."""
     kinds = ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(35)]
@@ -392,7 +542,7 @@ def test_adapters_of_peft_are_read(tmp_path):
         ({"use_dora": True}, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"target_modules": "all-linear"}, "target_modules is 'all-linear'; it must be a list"),
-        ({"target_modules": ["lm_head"]}, "'lm_head' is not one of q, k"),
+        ({"target_modules": ["lm_head"]}, "'lm_head': is not one of q, k"),
         ({"r": 0}, "r is 0; it must be a positive number"),
     ],
 )

@@ -102,3 +102,12 @@ def test_blocks_of_another_shape_are_refused(published):
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(UserError, match=r"down_proj_blocks in .*, 8\].* is not MXFP4"):
         load(directory)
+
+
+def test_weights_in_both_forms_are_refused(published):
+    directory, _ = published
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.down_proj"] = tensors["model.norm.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(UserError, match=r"has .*down_proj_blocks, and .*are the same weights"):
+        load(directory)

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -26,7 +27,12 @@ from jaxrl.models.attention import TreeSegments, attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.huggingface.model_files import ADAPTER_FILE
+from jaxrl.models.huggingface.weight_export import (
+    save_adapter,
+    save_checkpoint,
+    table_of_adapter,
+)
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -142,6 +148,14 @@ FAMILIES = {
         sliding_window=10,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
+        rope_parameters=dict(PLAIN),
+        **kw,
+    ),
+    "qwen2_windows": lambda **kw: transformers.Qwen2Config(
+        **ODD,
+        use_sliding_window=True,
+        sliding_window=10,
+        max_window_layers=3,
         rope_parameters=dict(PLAIN),
         **kw,
     ),
@@ -276,9 +290,11 @@ DELTA = dict(
     layer_types=["linear_attention", "full_attention"] * 2,
     linear_num_key_heads=2,
     linear_num_value_heads=6,
-    # Of few dimensions some heads would be nearly 0, and their norms would enlarge what is rounded.
+    # Of few dimensions some heads would be nearly 0, and their norms would enlarge what is rounded: with the
+    # usual epsilon of 1e-6 one ulp in the weights moves a token by 1.4e-5 of the largest, with this by 3e-6.
     linear_key_head_dim=22,
     linear_value_head_dim=26,
+    rms_norm_eps=1e-2,
 )
 DELTA_MOE = dict(
     **DELTA,
@@ -587,7 +603,6 @@ def test_adapters_and_shared_prompts(pair_of, family):
     """Merged adapters compute the same, and answers beside a shared prompt what each alone does."""
     pair = pair_of(family, LATER[family])
     config = lora.with_adapters(pair.config, LoraConfig(rank=3))
-    # Not 0: with those adapters one ulp in the weights moves a token of Qwen3-Next by 1.9e-5.
     rng = np.random.default_rng(1)
     adapters = jax.tree.map(
         lambda leaf: 0.05 * rng.normal(size=leaf.shape).astype(np.float32),
@@ -620,6 +635,21 @@ def test_adapters_and_shared_prompts(pair_of, family):
         assert_close(found[0, place], their_logits(pair.theirs, text[None])[0, len(prompt) :])
 
 
+def test_layers_have_the_heads_that_transformers_numbers(tmp_path):
+    """Its numbers have as many digits as the last one."""
+    kinds = ["sliding_attention", "full_attention"] * 6
+    gemma4(num_hidden_layers=12, layer_types=kinds).save_pretrained(tmp_path)
+    assert "01" in json.loads((tmp_path / "config.json").read_text())["per_layer_config"]
+    (tmp_path / "config.json").write_text(
+        (tmp_path / "config.json")
+        .read_text()
+        .replace('"model_type"', '"architectures": ["Gemma4ForCausalLM"], "model_type"')
+    )
+    config = read_config(tmp_path)
+    assert (config.head_dim, config.full_head_dim, config.full_kv_heads) == (10, 14, 0)
+    assert config.layer_pattern == ("sliding", "full")
+
+
 @pytest.mark.long
 def test_longer_texts_have_other_rotary_factors(pair_of, tmp_path):
     pair = pair_of("phi4_mini", True)
@@ -640,14 +670,80 @@ def test_longer_texts_have_other_rotary_factors(pair_of, tmp_path):
     assert_close(found, their_logits(theirs, tokens_BT))
 
 
+ATTENTION, NETWORK = ("q", "k", "v", "o"), ("gate", "up", "down")
+# Families by the projections of which PEFT can have no adapters: parts of one tensor, or experts.
+OF_MIXTURES = {
+    *("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+    *("gpt_oss", "qwen3_5_moe", "qwen3_next", "gemma4_moe"),
+}
+WITHOUT_PEFT = {
+    **dict.fromkeys(OF_MIXTURES, NETWORK),
+    **dict.fromkeys(("phi4", "phi4_mini", "qwen3_next"), (*ATTENTION, *NETWORK)),
+    "qwen3_5": ("q", "k", "v"),
+    "qwen3_5_moe": ("q", "k", "v", *NETWORK),
+}
+
+
+def with_adapters(pair, targets):
+    """The model with adapters that have learned something, and their shape."""
+    config = lora.with_adapters(pair.config, LoraConfig(rank=3, alpha=6.0, targets=targets))
+    rng = np.random.default_rng(1)
+    adapters = jax.tree.map(
+        lambda leaf: jnp.asarray(0.05 * rng.normal(size=leaf.shape), jnp.float32),
+        lora.split(decoder_graph(config)[1])[0],
+    )
+    return config, lora.join(adapters, pair.params)
+
+
+def loaded_by_peft(pair, directory):
+    peft = import_extra("parity", "peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        pair.directory, attn_implementation="eager"
+    )
+    return peft.PeftModel.from_pretrained(base, directory).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
+def test_peft_computes_the_same_with_an_adapter_or_it_is_refused(pair_of, tmp_path, family, tie):
+    pair, refused = pair_of(family, tie), WITHOUT_PEFT.get(family, ())
+    for target in refused:
+        config = lora.with_adapters(pair.config, LoraConfig(rank=3, targets=(target,)))
+        with pytest.raises(UserError, match=r"PEFT has .*merge the adapters"):
+            table_of_adapter(config, str(pair.directory))
+    targets = tuple(name for name in (*ATTENTION, *NETWORK) if name not in refused)
+    if not targets:
+        return
+    config, params = with_adapters(pair, targets)
+    save_adapter(params, config, tmp_path / "out", dtype="float32", base=str(pair.directory))
+    tokens_BT = random_tokens(B, T)
+    whole = (tokens_BT, counting(), np.ones_like(tokens_BT))
+    expected = their_logits(loaded_by_peft(pair, tmp_path / "out"), tokens_BT)
+    assert_close(jitted_logits(decoder_graph(config)[0], params, *whole), expected)
+    assert not np.allclose(our_logits(pair, *whole), expected, atol=0.01)
+
+
 @pytest.mark.long
-def test_fused_projections_have_no_adapters_of_peft(pair_of, tmp_path):
-    pair = pair_of("phi4", False)
-    config = lora.with_adapters(pair.config, LoraConfig(rank=2))
-    with pytest.raises(UserError, match="PEFT has one adapter for q, k and v"):
-        save_adapter(
-            pair.params, config, tmp_path / "out", dtype="float32", base=str(pair.directory)
-        )
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_takes_every_tensor_of_an_adapter_of_one_projection(pair_of, tmp_path, family):
+    pair = pair_of(family, family in TIED)
+    for target in (*ATTENTION, *NETWORK):
+        if target in WITHOUT_PEFT.get(family, ()):
+            continue
+        config, params = with_adapters(pair, (target,))
+        out = tmp_path / target
+        save_adapter(params, config, out, dtype="float32", base=str(pair.directory))
+        saved = safetensors.numpy.load_file(out / ADAPTER_FILE)
+        theirs = loaded_by_peft(pair, out)
+        found = {
+            name.replace(".default", ""): value.numpy()
+            for name, value in theirs.state_dict().items()
+            if ".lora_" in name
+        }
+        assert found.keys() == saved.keys() and saved
+        for name, value in saved.items():
+            np.testing.assert_array_equal(found[name], value)
 
 
 GREEDY = 64

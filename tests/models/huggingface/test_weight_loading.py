@@ -1,5 +1,7 @@
 import dataclasses
+import errno
 import json
+import os
 import re
 import tracemalloc
 
@@ -9,15 +11,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.data.model_directory import generation_shardings
 from jaxrl.errors import UserError
+from jaxrl.mesh import rules as mesh_rules
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import decoder_graph, init_params
+from jaxrl.models.decoder import decoder_graph, init_params, split_layers
+from jaxrl.models.huggingface import weight_loading
 from jaxrl.models.huggingface.config_json import config_json, read_config
 from jaxrl.models.huggingface.model_files import INDEX_FILE, SINGLE_FILE
 from jaxrl.models.huggingface.weight_export import save_checkpoint
@@ -173,6 +179,20 @@ def test_weights_are_born_where_they_belong(tmp_path, rules):
     jax.tree.map(lambda leaf, sharding: assert_placed(leaf, sharding), params, wanted)
 
 
+def test_layers_are_loaded_into_a_list_of_arrays(tmp_path, monkeypatch):
+    """As generation on GPUs has them; no stack is made."""
+    monkeypatch.setattr(mesh_rules, "lists_layers", lambda mesh: True)
+    config = dataclasses.replace(FAMILIES["llama"], num_layers=3)
+    directory = write_checkpoint(tmp_path / "hf", config, random_tensors(config))
+    layout = ParallelLayout.from_config(LayoutConfig(train="1-2-2", fsdp=2))
+    wanted = generation_shardings(config, build_mesh(layout, jax.devices()[:4]))
+    params, expected = load_params(directory, config, wanted), load(directory)
+    assert_trees_equal(params, split_layers(expected))
+    jax.tree.map(lambda leaf, sharding: assert_placed(leaf, sharding), params, wanted)
+    up = wanted["layers"]["mlp"]["up"]["weight"]
+    assert [s.spec for s in up] == [P(None, "tensor_gen")] * 3
+
+
 def assert_placed(leaf, sharding):
     assert leaf.sharding == sharding
     for shard in leaf.addressable_shards:
@@ -235,38 +255,14 @@ def test_each_device_reads_its_own_part_alone(tmp_path, monkeypatch):
     """Four devices, one tensor-parallel split: every value of a matrix is read once, not four times."""
     directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
     wanted = on_mesh(TINY, train="1-2-2")
-    read = 0
-    real_open = safetensors.safe_open
+    read, preadv = 0, os.preadv
 
-    class Counting:
-        def __init__(self, path, framework):
-            self.file = real_open(path, framework)
+    def counting(*args):
+        nonlocal read
+        read += (count := preadv(*args))
+        return count
 
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            self.file.__exit__(*error)
-
-        def keys(self):
-            return self.file.keys()
-
-        def get_slice(self, name):
-            return CountingSlice(self.file.get_slice(name))
-
-    class CountingSlice:
-        def __init__(self, tensor):
-            self.tensor = tensor
-            self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
-
-        def __getitem__(self, index):
-            nonlocal read
-            part = self.tensor[index]
-            read += part.nbytes
-            return part
-
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    monkeypatch.setattr(os, "preadv", counting)
     load_params(directory, TINY, wanted)
     assert read == TINY.num_params * 4
 
@@ -363,8 +359,175 @@ def test_buffers_of_old_versions_and_the_head_of_a_tied_model_are_ignored(tmp_pa
     expected = load(write_checkpoint(tmp_path / "plain", TINY, tensors))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
+
+
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+
+
+def one_value_off(table):
+    table = table.copy()
+    table[-1, -1] = np.nextafter(table[-1, -1], np.float32(9), dtype=np.float32)
+    return table
+
+
+HEADS = {
+    "another": lambda table: table + 1,
+    "one value": one_value_off,
+    "rounded": lambda table: table.astype(ml_dtypes.bfloat16),
+    "more rows": lambda table: np.concatenate([table, table[:8]]),
+    "fewer rows": lambda table: table[:8],
+    "turned": lambda table: np.ascontiguousarray(table.T),
+    "integers": lambda table: table.astype(np.int8),
+    "zeros": np.zeros_like,
+    "nothing": lambda table: table[:0],
+    "nan": lambda table: np.full_like(table, np.nan),
+}
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("head", HEADS)
+def test_another_head_of_a_tied_model_is_refused(tmp_path, num_files, head):
+    """No reader can know which of two models was trained: others disagree."""
+    tensors = random_tensors(TINY)
+    tensors[HEAD] = HEADS[head](tensors[EMBEDDING])
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors, num_files=num_files)
+    with pytest.raises(UserError, match=r"lm_head.weight .*differs.* set that to false"):
+        weight_loading.check_params(directory, TINY)
+
+
+def test_a_head_of_another_type_may_be_the_embedding(tmp_path):
+    tensors = random_tensors(TINY)
+    tensors[EMBEDDING] = tensors[EMBEDDING].astype(ml_dtypes.bfloat16).astype(np.float32)
+    tensors[EMBEDDING][0, :2] = -0.0, np.nan
+    expected = load(write_checkpoint(tmp_path / "plain", TINY, tensors))
+    for i, dtype in enumerate((ml_dtypes.bfloat16, np.float64, np.float32)):
+        tensors[HEAD] = tensors[EMBEDDING].astype(dtype)
+        tensors[HEAD][0, 0] = 0.0
+        assert_trees_equal(load(write_checkpoint(tmp_path / f"{i}", TINY, tensors)), expected)
+
+
+def test_the_head_alone_of_a_tied_model_is_its_embedding(tmp_path):
+    tensors = random_tensors(TINY)
+    expected = load(write_checkpoint(tmp_path / "plain", TINY, tensors))
+    tensors[HEAD] = tensors.pop(EMBEDDING)
+    assert_trees_equal(load(write_checkpoint(tmp_path / "hf", TINY, tensors)), expected)
+
+
+def test_large_heads_are_compared_in_steps_and_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_loading, "_COMPARED_AT_ONCE", 5 * TINY.d_model)
+    tensors = random_tensors(TINY)
+    tensors[HEAD] = tensors[EMBEDDING]
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors)
+    sizes, preadv = [], os.preadv
+
+    def counting(fd, parts, at):
+        sizes.append(len(parts[0]))
+        return preadv(fd, parts, at)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for _ in range(3):
+        weight_loading.check_params(directory, TINY)
+    # 24 rows of both: 5 + 5 + 5 + 5 + 4.
+    assert sizes == [5 * 64] * 8 + [4 * 64] * 2
+    tensors[HEAD] = one_value_off(tensors[EMBEDDING])
+    save_file(tensors, directory / SINGLE_FILE)
+    with pytest.raises(UserError, match="differs"):
+        weight_loading.check_params(directory, TINY)
+
+
+SCORED = dataclasses.replace(TINY, num_scores=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "tensor", "message"),
+    [
+        (SCORED, HEAD, lambda t: t[EMBEDDING] + 1, "differs"),
+        (
+            dataclasses.replace(SCORED, tie_embeddings=False),
+            HEAD,
+            lambda t: t[EMBEDDING],
+            "has lm_",
+        ),
+        (TINY, "score.weight", lambda t: t[EMBEDDING][:1], "has score.weight in"),
+        (TINY, "lm_head.bias", lambda t: t[EMBEDDING][:, 0], "has lm_head.bias in"),
+        (TINY, "v_head.summary.weight", lambda t: t[EMBEDDING][:1], "has v_head.summary.weight in"),
+        (TINY, "model.layers.1.eh_proj.weight", lambda t: t[NORM], "has model.layers.1.eh_proj"),
+        (TINY, "model.layers.2.mlp.up_proj.weight", lambda t: t[NORM], "has model.layers.2.mlp"),
+        (TINY, "model.layers.1.self_attn.q_norm.weight", lambda t: t[NORM], "has model.*q_norm"),
+        (TINY, "embed_tokens.weight", lambda t: t[EMBEDDING], "has embed_tokens.weight in"),
+        (TINY, "mtp_head.weight", lambda t: t[NORM], "has mtp_head.weight in"),
+    ],
+)
+def test_no_tensor_is_dropped_in_silence(tmp_path, config, name, tensor, message):
+    tensors = random_tensors(config)
+    tensors.pop(HEAD, None)
+    if config.num_scores:
+        tensors["score.weight"] = np.ones((1, TINY.d_model), np.float32)
+    weight_loading.check_params(write_checkpoint(tmp_path / "plain", config, tensors), config)
+    tensors[name] = tensor(tensors)
+    directory = write_checkpoint(tmp_path / "hf", config, tensors)
+    with pytest.raises(UserError, match=message):
+        weight_loading.check_params(directory, config)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_tensor_in_two_files_is_the_same_in_both(tmp_path, listed):
+    tensors = random_tensors(TINY)
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors, num_files=3)
+    expected = load(directory)
+    index = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
+    other = next(directory / file for file in index.values() if file != index[NORM])
+    of_other = load_file(other)
+    save_file({**of_other, NORM: tensors[NORM]}, other)
+    if listed:
+        (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {**index, NORM: other.name}}))
+    assert_trees_equal(load(directory), expected)
+    save_file({**of_other, NORM: tensors[NORM] + 1}, other)
+    with pytest.raises(UserError, match=r"have different tensors model\.norm\.weight"):
+        load(directory)
+
+
+def test_a_tensor_that_the_index_does_not_name_is_read_or_refused(tmp_path):
+    tensors = random_tensors(TINY)
+    expected = load(write_checkpoint(tmp_path / "plain", TINY, tensors))
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors, num_files=3)
+    index = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
+    file = directory / index.pop(NORM)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+    assert_trees_equal(load(directory), expected)
+    save_file({**load_file(file), "extra.weight": tensors[NORM]}, file)
+    with pytest.raises(UserError, match=rf"has extra\.weight in {file.name}"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vision_tower.a.weight", None),
+        ("model.visual.blocks.0.weight", None),
+        ("multi_modal_projector.weight", None),
+        ("model.embed_audio.weight", None),
+        ("mtp.layers.0.weight", None),
+        ("model.norm.weight", "has both"),
+        ("score.weight", r"has score\.weight in"),
+        ("model.layers.0.mlp.up_proj.weight", "has both"),
+        ("language_model.score.weight", r"has language_model\.score\.weight in"),
+        ("value_head.weight", r"has value_head\.weight in"),
+    ],
+)
+def test_beside_a_text_model_only_other_senses_are_left_out(tmp_path, name, message):
+    tensors = random_tensors(TINY)
+    inside = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+    inside[name] = tensors[NORM] + 1
+    directory = write_checkpoint(tmp_path / "hf", TINY, inside)
+    if message is None:
+        names = weight_loading.check_params(directory, TINY)
+        assert names.keys() == tensors.keys()
+    else:
+        with pytest.raises(UserError, match=message):
+            weight_loading.check_params(directory, TINY)
 
 
 def test_keys_of_layers_that_share_others_are_not_read(tmp_path):
@@ -513,6 +676,90 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, monkeypatch, num_files, kee
     no_data_is_read(monkeypatch)
     with pytest.raises(UserError, match=f"{file.name} is cut short or no safetensors file"):
         load(directory)
+
+
+def cut_short(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def written_over(path):
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def replaced_by_a_longer_one(path):
+    path.with_name("new").write_bytes(path.read_bytes() + b"0")
+    path.with_name("new").replace(path)
+
+
+def removed(path):
+    path.unlink()
+
+
+CHANGES = {
+    cut_short: r"has been cut short",
+    written_over: r"has changed while it was read",
+    replaced_by_a_longer_one: None,
+    removed: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, monkeypatch, change, after):
+    """An open file stays what it was if its name is given to another one, or to none."""
+    tensors = random_tensors(TINY)
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors, num_files=3)
+    file, count, preadv = sorted(directory.glob("*.safetensors"))[-1], 0, os.preadv
+    os.utime(file, (1, 1))  # the clock of a file system may be coarse
+
+    def changing(*args):
+        nonlocal count
+        count += 1
+        if count == after + 1:
+            change(file)
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", changing)
+    if CHANGES[change] is None:
+        params = load_params(directory, TINY, on_one_device(TINY))
+        assert_trees_equal(params["embedding"], tensors["model.embed_tokens.weight"])
+    else:
+        with pytest.raises(UserError, match=rf"{file.name} {CHANGES[change]}; another program"):
+            load_params(directory, TINY, on_one_device(TINY))
+
+
+@pytest.mark.parametrize("change", [cut_short, written_over, replaced_by_a_longer_one, removed])
+def test_a_file_that_changes_after_its_header_is_named(tmp_path, monkeypatch, change):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
+    os.utime(directory / SINGLE_FILE, (1, 1))
+    load_table = weight_loading._load_table
+
+    def later(*args):
+        change(directory / SINGLE_FILE)
+        return load_table(*args)
+
+    monkeypatch.setattr(weight_loading, "_load_table", later)
+    with pytest.raises(UserError, match=rf"{SINGLE_FILE} .*; another program changes it"):
+        load(directory)
+
+
+def test_a_disk_that_fails_is_said(tmp_path, monkeypatch):
+    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY))
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(UserError, match=rf"{SINGLE_FILE} cannot be read \(Input/output error\)"):
+        load(directory)
+
+
+def test_what_a_call_reads_less_is_read_by_the_next(tmp_path, monkeypatch):
+    tensors = random_tensors(TINY)
+    directory = write_checkpoint(tmp_path / "hf", TINY, tensors)
+    expected, preadv = load(directory), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:100]], at))
+    assert_trees_equal(load(directory), expected)
 
 
 def test_a_directory_without_safetensors_is_described(tmp_path):

