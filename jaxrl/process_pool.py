@@ -5,9 +5,9 @@
       name, argument                   ------->     functions[name](argument)
                                        <-------     its result, or what went wrong
 
-A call that fails costs its own result, a `WorkerFault`. The pool replaces the process and goes on. The kernel
-enforces the limits of a call: a timer ends the process after its processor time, which a busy machine does
-not use up, and allocations beyond its memory fail. This is no sandbox: the functions are trusted code.
+A call that fails costs its own result, a `WorkerFault`. The pool replaces the process and goes on. It looks
+ten times a second at the clock and at the process's processor time, which a busy machine does not use up.
+The kernel refuses allocations beyond a call's memory. This is no sandbox: the functions are trusted code.
 
 A worker is a new interpreter. A fork would copy locks that other threads hold. `multiprocessing`'s "spawn"
 would run the user's script again, which fails unless the script guards `__main__`.
@@ -55,6 +55,8 @@ from typing import Any
 from jaxrl.errors import UserError
 
 _LOOK_EVERY_S = 0.1
+# What one look may count: a machine that stood still, such as a laptop asleep, has not used up a call's time.
+_MOST_COUNTED_S = 1.0
 # A process that has closed its socket exits a little later.
 _LAST_MOMENTS_S = 1.0
 _PROGRAM = f"from {__name__} import main; main()"
@@ -210,7 +212,8 @@ class _Worker:
 
     def __init__(self, functions: _Functions, start_s: float, interrupted: Callable[[], bool]):
         """Starts the process and loads the functions; raises UserError if they cannot be loaded."""
-        self._cpu_seconds = functions.cpu_seconds
+        # Loading has a limit of clock time alone.
+        self._cpu_seconds = 0.0
         self._socket, theirs = socket.socketpair()
         # Only this process holds the other end open. However it dies, the kernel then ends the worker.
         lifeline, self._lifeline = os.pipe()
@@ -236,6 +239,7 @@ class _Worker:
             if isinstance(error, WorkerFault):
                 raise UserError(str(error)) from error
             raise
+        self._cpu_seconds = functions.cpu_seconds
 
     @property
     def ended(self) -> bool:
@@ -264,22 +268,30 @@ class _Worker:
         """The answer to a question. Ends the process on a timeout; raises as `ProcessPool.call`."""
         # Random, so that what a function has written to the socket does not begin with it.
         mark = secrets.token_bytes(8)
-        until = time.monotonic() + patience_s
+        spent, before = [0.0, 0.0], self._clocks()
 
         def go_on() -> None:
+            nonlocal before
             if interrupted():
                 raise Interrupted
-            if time.monotonic() > until:
+            now = self._clocks()
+            for i in range(2):
+                spent[i] += min(now[i] - before[i], _MOST_COUNTED_S)
+            before = now
+            if 0 < self._cpu_seconds < spent[1]:
+                reason = f"has taken {self._cpu_seconds:g} s of processor time and was ended"
+                raise WorkerFault("timeout", subject, reason)
+            if spent[0] > patience_s:
                 reason = f"has not answered within {patience_s:g} s and was ended"
                 raise WorkerFault("timeout", subject, reason)
 
         try:
             # A worker that hangs may leave the socket full.
             self._socket.settimeout(patience_s)
-            with contextlib.suppress(
-                TimeoutError
-            ):  # a process that does not read does not answer either
+            try:
                 self._socket.sendall(pickle.dumps((mark, question)))
+            except TimeoutError:  # a process that does not read does not answer either
+                spent[0] = patience_s
             self._socket.settimeout(_LOOK_EVERY_S)
             begins_with, size = _HEADER.unpack(self._read(_HEADER.size, go_on))
             if begins_with != mark:
@@ -326,15 +338,16 @@ class _Worker:
             found += piece
         return found
 
+    def _clocks(self) -> tuple[float, float]:
+        """The clock, and the processor time of the process, in seconds; OSError if the process is gone."""
+        # The kernel's number of another process's clock (clock_getcpuclockid of the C library).
+        return time.monotonic(), time.clock_gettime((~self._process.pid << 3) | 2)
+
     def _death(self, subject: str) -> WorkerFault:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_LAST_MOMENTS_S)
         self.end()
         status = self._process.returncode
-        # The signal of the timer of processor time.
-        if status == -signal.SIGPROF:
-            reason = f"has taken {self._cpu_seconds:g} s of processor time and was ended"
-            return WorkerFault("timeout", subject, reason)
         reason = f"ended its process (status {status}); it must return instead: see what it printed"
         return WorkerFault("died", subject, reason)
 
@@ -383,12 +396,7 @@ def _serve(channel: socket.socket) -> None:
     send(mark, pickle.dumps((_DONE, None)))
     while True:
         mark, (name, argument) = pickle.load(questions)
-        # The default action of the signal ends the process, whatever it is executing.
-        signal.setitimer(signal.ITIMER_PROF, functions.cpu_seconds)
-        answer = _answer(loaded[name], argument)
-        # Off between calls: to send and to wait is not the function's time.
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(mark, answer)
+        send(mark, _answer(loaded[name], argument))
 
 
 def _answer(function: Callable[[Any], Any], argument: Any) -> bytes:

@@ -33,6 +33,11 @@ FUNCTIONS = """
         time.sleep(seconds)
         return seconds
 
+    def doze(pieces):
+        for _ in range(pieces):
+            time.sleep(0.1)
+        return pieces
+
     def match(_):
         # It does not let Python's other threads run, nor Python's handlers of signals.
         re.match(r"(a+)+$", "a" * 99 + "b")
@@ -188,6 +193,35 @@ def test_limits_of_clock_time_are_of_a_call(pool_of):
         pool.call(sleep, 600)
     assert caught.value.kind == "timeout"
     assert pool.call(sleep, 0.5, patience_s=60.0) == 0.5
+
+
+@pytest.mark.long
+def test_a_machine_that_stood_still_uses_up_no_time(file, tmp_path):
+    """Both processes are stopped for longer than the call may take, as when a laptop sleeps."""
+    script = tmp_path / "ask.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import functools
+            from jaxrl.process_pool import ProcessPool
+            from jaxrl.user_code import load_function
+            doze, pid = (f"{file}:{{name}}" for name in ("doze", "pid"))
+            load = functools.partial(load_function, what="function")
+            pool = ProcessPool([doze, pid], load, what="function", patience_s=5.0, cpu_seconds=5.0)
+            print(pool.call(pid, None), flush=True)
+            print("rested", pool.call(doze, 20), flush=True)
+            pool.close()
+        """)
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout
+        both = asking.pid, int(asking.stdout.readline())
+        time.sleep(0.5)
+        for kind, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+            for pid in both:
+                os.kill(pid, kind)
+            time.sleep(seconds)
+        assert asking.communicate(timeout=60)[0] == "rested 20\n"
 
 
 def test_memory_is_limited_beyond_what_the_functions_hold(pool_of):
