@@ -18,7 +18,8 @@ def get_config():
     config.name = "cost_tiny"
     config.preference.path = "shared/worked_sums.py:worked_or_guessed"
     config.preference.loss = "cost_preference"
-    config.optim = OptimConfig(lr=3e-4)
+    # The betas are those of the shared SFT stage.
+    config.optim = OptimConfig(lr=3e-4, betas=(0.9, 0.98))
     config.run.num_steps = 200
     config.evaluation.every = 100
     config.run.save_every = 100

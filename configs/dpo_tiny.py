@@ -19,7 +19,8 @@ def get_config():
     config.preference.path = "shared/worked_sums.py:worked_or_guessed"
     config.preference.loss = "dpo"
     config.preference.options = {"beta": 0.1}
-    config.optim = OptimConfig(lr=1e-4)
+    # The betas are those of the shared SFT stage.
+    config.optim = OptimConfig(lr=1e-4, betas=(0.9, 0.98))
     config.run.num_steps = 300
     config.evaluation.every = 100
     config.run.save_every = 100

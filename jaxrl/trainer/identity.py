@@ -11,8 +11,9 @@ from typing import Any
 
 from jaxrl.config.config_tree import flatten_config, format_config
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.files import fingerprint, open_file
-from jaxrl.tracking.run_folder import CONTENT
+from jaxrl.tracking.run_folder import CONTENT, parse_config
 from jaxrl.user_code import bundled_file, names_function, source_digest
 
 # The settings that a later call of a run may change: where and how fast it runs, how it packs, and what it
@@ -50,6 +51,12 @@ _READ = (
     *("*.json", "*.jsonl", "*.safetensors", "*.parquet", "*.arrow", "*.csv", "*.tsv", "*.gz"),
     *("*.jinja", "additional_chat_templates/*.jinja"),
 )
+# What the weights of the SFT stage depend on besides its examples, which the stage compares itself.
+_OF_SFT = (
+    *("sft.", "model.", "weights", "adapter", "tokenizer.", "train.dtype", "train.load_balancing"),
+    *("optim.moments", "optim.betas", "optim.epsilon", "optim.grad_clip"),
+)
+_NOT_OF_SFT = ("sft.run", "sft.save_every")
 _AUTO = repr("auto")
 _MAX_SHOWN = 120
 
@@ -68,6 +75,30 @@ def contents_of(config: Config) -> dict[str, str]:
         if isinstance(value, str) and value and not _is_free(name):
             found[name] = _digest(value, inputs, may_be_folder=name.endswith(_FOLDERS))
     return {name: digest for name, digest in found.items() if digest}
+
+
+def stage_settings(config: Config, contents: Mapping[str, str]) -> dict[str, str]:
+    """The entries of `run_settings` that the weights of the SFT stage depend on."""
+    texts = parse_config(run_settings(config, contents))
+    names = {name: name.removeprefix(CONTENT) for name in texts}
+    return {
+        name: texts[name]
+        for name, setting in names.items()
+        if setting.startswith(_OF_SFT) and setting not in _NOT_OF_SFT
+    }
+
+
+def check_shared_stage(
+    config: Config, before: Mapping[str, str], contents: Mapping[str, str]
+) -> None:
+    """Raises UserError if the SFT stage in `config.sft_folder` was made with other settings, `before`."""
+    changed = differences(before, stage_settings(config, contents))
+    if changed and config.run.resume != "accept_other_settings":
+        raise UserError(
+            f"the SFT stage in {config.sft_folder} was made with other settings ({'; '.join(changed)}); take "
+            "its settings, or give this run a stage of its own by an empty sft.run, or accept that one by "
+            "run.resume=accept_other_settings"
+        )
 
 
 def _is_free(name: str) -> bool:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shutil
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from jaxrl.models.huggingface.model_files import write_json
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
-from jaxrl.roles.optimizer import StageOptimConfig
+from jaxrl.roles.optimizer import OptimConfig, StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics
@@ -138,3 +140,42 @@ def test_reinforcement_learning_needs_problems(tmp_path):
     config = make_config(tmp_path, [json.dumps(ROWS[0])], num_steps=1)
     with pytest.raises(UserError, match=r"data\.train names no problems"):
         program.train(config, devices=jax.devices()[:1], report=write_report)
+
+
+def sharing(config: Config, **changed) -> Config:
+    """A config that begins with the SFT stage of the run "sft"."""
+    sft = dataclasses.replace(config.sft, run="sft", **changed)
+    return dataclasses.replace(config, name="other", sft=sft)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c, _: sharing(c, optim=StageOptimConfig(lr=2e-2, lr_warmup_steps=0)),
+            "sft.optim.lr: 0.01 -> 0.02",
+        ),
+        (lambda c, _: sharing(c, num_steps=1), "sft.num_steps: 2 -> 1"),
+        (lambda c, _: sharing(c, examples_per_step=1), "sft.examples_per_step: 2 -> 1"),
+        (
+            lambda c, _: dataclasses.replace(sharing(c), optim=OptimConfig(betas=(0.9, 0.95))),
+            "optim.betas",
+        ),
+        (lambda c, weights: dataclasses.replace(sharing(c), weights=weights), "weights: '' -> "),
+    ],
+)
+def test_a_shared_stage_of_other_settings_is_refused(tmp_path, change, message):
+    config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
+    assert program.train(config, devices=jax.devices()[:1], report=write_report) == 0
+    before = (config.sft_folder.metrics).read_bytes()
+    # What no weight depends on may differ.
+    same = dataclasses.replace(sharing(config, save_every=1), optim=OptimConfig(lr=3e-5))
+    assert program.train(same, devices=jax.devices()[:1], report=write_report) == 0
+    # Other weights of the same shape.
+    weights = tmp_path / "weights"
+    save_checkpoint(init_params(MODEL, jax.random.key(1)), MODEL, weights, dtype="float32")
+    shutil.copytree(config.run_folder.model, weights, dirs_exist_ok=True)
+    other = change(config, str(weights))
+    with pytest.raises(UserError, match=f"made with other settings .*{re.escape(message)}"):
+        program.train(other, devices=jax.devices()[:1], report=write_report)
+    assert config.sft_folder.metrics.read_bytes() == before
