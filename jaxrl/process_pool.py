@@ -7,6 +7,7 @@
 
 A call that fails costs its own result, a `WorkerFault`. The pool replaces the process and goes on. It looks
 ten times a second at the clock and at the process's processor time, which a busy machine does not use up.
+A timer of the kernel would not do: libtpu makes its process ignore such signals, and workers inherit that.
 The kernel refuses allocations beyond a call's memory. This is no sandbox: the functions are trusted code.
 
 A worker is a new interpreter. A fork would copy locks that other threads hold. `multiprocessing`'s "spawn"

@@ -195,6 +195,17 @@ def test_limits_of_clock_time_are_of_a_call(pool_of):
     assert pool.call(sleep, 0.5, patience_s=60.0) == 0.5
 
 
+def test_processor_time_is_limited_whatever_signals_are_ignored(pool_of):
+    """libtpu makes its process ignore the signal of the kernel's timer, and workers inherit that."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        pool, match = pool_of("match", cpu_seconds=0.3)
+        with pytest.raises(WorkerFault, match="has taken 0.3 s of processor time"):
+            pool.call(match, None)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
 @pytest.mark.long
 def test_a_machine_that_stood_still_uses_up_no_time(file, tmp_path):
     """Both processes are stopped for longer than the call may take, as when a laptop sleeps."""
@@ -212,8 +223,7 @@ def test_a_machine_that_stood_still_uses_up_no_time(file, tmp_path):
             pool.close()
         """)
     )
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asking:
+    with started([[sys.executable, script]]) as (asking,):
         assert asking.stdout
         both = asking.pid, int(asking.stdout.readline())
         time.sleep(0.5)
