@@ -324,10 +324,10 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 31_540,
+    "lines of code of jaxrl/": 31_575,
     "files of jaxrl/": 243,
     "lines of code of its largest package": 5_510,
-    "lines of code that trainer/ imports, itself included": 27_065,
+    "lines of code that trainer/ imports, itself included": 27_100,
     "files that trainer/ imports, itself included": 200,
     "settings": 200,
     "functions per 1,000 lines of code": 87,
@@ -341,7 +341,7 @@ BUDGETS = {
     "lines of code of jaxrl_serving": 2_060,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 47_475,
+    "lines of code of tests": 47_545,
 }
 MIN_COMMENT_PERCENT = 4.0
 
