@@ -341,7 +341,7 @@ BUDGETS = {
     "lines of code of jaxrl_serving": 2_060,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 47_545,
+    "lines of code of tests": 47_560,
 }
 MIN_COMMENT_PERCENT = 4.0
 
