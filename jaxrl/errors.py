@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import ctypes
 import os
 import posix
 import re
@@ -43,8 +43,9 @@ def exit_status(command: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
 
 
-# What ends this process on the spot, without an exception.
+# What ends this process on the spot, without an exception; C's functions have these names in ctypes.
 _ENDS = ("_exit", "execv", "execve")
+_C_ENDS = ("_exit", "_Exit", "exit", "quick_exit", "Py_Exit", "execv", "execve", "execvp")
 
 
 @contextlib.contextmanager
@@ -52,33 +53,40 @@ def must_return() -> Iterator[None]:
     """Makes an error of what ends the program in the middle as if all were done.
 
     The functions that a config names are imported and called in this process. SystemExit with status 0, from
-    any of them, becomes a UserError, and so does a call of os._exit or of os.exec*. Code of this package, and
-    processes that were forked from this one, still end. So does what C code ends, by ctypes for example.
+    any of them, becomes a UserError, and so does a call of os._exit, of os.exec* or, by ctypes, of C's `exit`
+    and the like. Code of this package, and processes that were forked from this one, still end. So does what
+    an extension module ends: only another process could see it, by importing the functions a second time.
 
     Raises:
       UserError: code has tried to end the program; the message has its file and line.
     """
-    real = {name: getattr(os, name) for name in _ENDS}
     process, is_open = os.getpid(), True
 
-    def refusing(name: str) -> Callable[..., Any]:
+    def refusing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def refuse(*args: Any) -> Any:
             if not is_open or os.getpid() != process:
-                return real[name](*args)
+                return real(*args)
             caller = sys._getframe(1)
             # os.execvp and the like are Python's own, and call this.
             while caller.f_back is not None and caller.f_globals.get("__name__") == "os":
                 caller = caller.f_back
             if _is_ours(caller):
-                return real[name](*args)
-            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            raise UserError(_ended(place, f"os.{name}"))
+                return real(*args)
+            raise UserError(_ended(f"{caller.f_code.co_filename}:{caller.f_lineno}", name))
 
         return refuse
 
-    ends = list(itertools.product((os, posix), _ENDS))
-    for module, name in ends:
-        setattr(module, name, refusing(name))
+    look_up = ctypes.CDLL.__getitem__
+
+    def look_up_refusing(library: ctypes.CDLL, name: Any) -> Any:
+        found = look_up(library, name)
+        return refusing(found, f"C's {name}") if name in _C_ENDS else found
+
+    ends: list[tuple[Any, str, Any]] = [(m, n, getattr(m, n)) for m in (os, posix) for n in _ENDS]
+    for module, name, real in ends:
+        setattr(module, name, refusing(real, f"os.{name}"))
+    ends.append((ctypes.CDLL, "__getitem__", look_up))
+    setattr(*ends[-1][:2], look_up_refusing)
     try:
         yield
     except SystemExit as error:
@@ -97,8 +105,8 @@ def must_return() -> Iterator[None]:
     finally:
         # Somebody may have imported the functions meanwhile.
         is_open = False
-        for module, name in ends:
-            setattr(module, name, real[name])
+        for module, name, real in ends:
+            setattr(module, name, real)
 
 
 def _is_ours(frame: types.FrameType) -> bool:
