@@ -82,11 +82,14 @@ def must_return() -> Iterator[None]:
         found = look_up(library, name)
         return refusing(found, f"C's {name}") if name in _C_ENDS else found
 
-    ends: list[tuple[Any, str, Any]] = [(m, n, getattr(m, n)) for m in (os, posix) for n in _ENDS]
-    for module, name, real in ends:
-        setattr(module, name, refusing(real, f"os.{name}"))
-    ends.append((ctypes.CDLL, "__getitem__", look_up))
-    setattr(*ends[-1][:2], look_up_refusing)
+    replaced: list[tuple[Any, str, Any]] = [(ctypes.CDLL, "__getitem__", look_up_refusing)]
+    for module in (os, posix):
+        replaced += [
+            (module, name, refusing(getattr(module, name), f"os.{name}")) for name in _ENDS
+        ]
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, refuses in replaced:
+        setattr(owner, name, refuses)
     try:
         yield
     except SystemExit as error:
@@ -105,8 +108,8 @@ def must_return() -> Iterator[None]:
     finally:
         # Somebody may have imported the functions meanwhile.
         is_open = False
-        for module, name, real in ends:
-            setattr(module, name, real)
+        for (owner, name, _), real in zip(replaced, before, strict=True):
+            setattr(owner, name, real)
 
 
 def _is_ours(frame: types.FrameType) -> bool:

@@ -7,7 +7,7 @@
 
 A call that fails costs its own result, a `WorkerFault`. The pool replaces the process and goes on. It looks
 ten times a second at the clock and at the process's processor time, which a busy machine does not use up.
-A timer of the kernel would not do: libtpu makes its process ignore such signals, and workers inherit that.
+A timer of the kernel would need SIGPROF, which libtpu makes its process ignore, and a worker inherits that.
 The kernel refuses allocations beyond a call's memory. This is no sandbox: the functions are trusted code.
 
 A worker is a new interpreter. A fork would copy locks that other threads hold. `multiprocessing`'s "spawn"
@@ -56,7 +56,7 @@ from typing import Any
 from jaxrl.errors import UserError
 
 _LOOK_EVERY_S = 0.1
-# What one look may count: a machine that stood still, such as a laptop asleep, has not used up a call's time.
+# The most that one look adds to a call's time: a machine that stood still, a laptop asleep, uses up no time.
 _MOST_COUNTED_S = 1.0
 # A process that has closed its socket exits a little later.
 _LAST_MOMENTS_S = 1.0
@@ -269,20 +269,21 @@ class _Worker:
         """The answer to a question. Ends the process on a timeout; raises as `ProcessPool.call`."""
         # Random, so that what a function has written to the socket does not begin with it.
         mark = secrets.token_bytes(8)
-        spent, before = [0.0, 0.0], self._clocks()
+        # Since the question, in seconds: the clock, and the process's processor time.
+        waited = worked = 0.0
+        before = self._clocks()
 
         def go_on() -> None:
-            nonlocal before
+            nonlocal waited, worked, before
             if interrupted():
                 raise Interrupted
             now = self._clocks()
-            for i in range(2):
-                spent[i] += min(now[i] - before[i], _MOST_COUNTED_S)
-            before = now
-            if 0 < self._cpu_seconds < spent[1]:
+            passed, taken = (min(b - a, _MOST_COUNTED_S) for a, b in zip(before, now, strict=True))
+            waited, worked, before = waited + passed, worked + taken, now
+            if 0 < self._cpu_seconds < worked:
                 reason = f"has taken {self._cpu_seconds:g} s of processor time and was ended"
                 raise WorkerFault("timeout", subject, reason)
-            if spent[0] > patience_s:
+            if waited > patience_s:
                 reason = f"has not answered within {patience_s:g} s and was ended"
                 raise WorkerFault("timeout", subject, reason)
 
@@ -292,7 +293,7 @@ class _Worker:
             try:
                 self._socket.sendall(pickle.dumps((mark, question)))
             except TimeoutError:  # a process that does not read does not answer either
-                spent[0] = patience_s
+                waited = patience_s
             self._socket.settimeout(_LOOK_EVERY_S)
             begins_with, size = _HEADER.unpack(self._read(_HEADER.size, go_on))
             if begins_with != mark:

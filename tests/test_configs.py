@@ -15,6 +15,7 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.rewards.graders import check_grader
+from jaxrl.trainer.identity import differences, sft_settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -146,3 +147,13 @@ def _attributes_read(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield node.attr, ast.unparse(node.value).split(".")[-1]
     for child in ast.iter_child_nodes(node):
         yield from _attributes_read(child)
+
+
+def test_recipes_that_share_an_sft_stage_agree_about_it():
+    """Otherwise the recipe that runs first would decide what the others begin with."""
+    configs = {path.stem: load_config(Config, str(path), {}) for path in RECIPES}
+    sharing = {name: config.sft.run for name, config in configs.items() if config.sft.run}
+    assert {"dpo_tiny", "cost_tiny", "grpo_tiny"} <= sharing.keys()
+    for name, owner in sharing.items():
+        theirs, own = (sft_settings(configs[run], {}) for run in (owner, name))
+        assert not differences(theirs, own), name

@@ -195,56 +195,50 @@ def test_limits_of_clock_time_are_of_a_call(pool_of):
     assert pool.call(sleep, 0.5, patience_s=60.0) == 0.5
 
 
-def test_processor_time_is_limited_whatever_signals_are_ignored(file, tmp_path):
+@pytest.fixture
+def asking(file, tmp_path):
+    """Runs lines in a process of its own, in which `ask` calls a function of the file by its bare name."""
+
+    def run(*lines: str):
+        (tmp_path / "ask.py").write_text(f"""
+import functools, signal
+from jaxrl.process_pool import ProcessPool, WorkerFault
+from jaxrl.user_code import load_function
+load = functools.partial(load_function, what="function")
+names = {{name: f"{file}:{{name}}" for name in ("doze", "match", "pid")}}
+pool = ProcessPool([*names.values()], load, what="function", patience_s=5.0, cpu_seconds=0.3)
+def ask(name, argument=None, patience_s=60.0):
+    try:
+        print(pool.call(names[name], argument, patience_s=patience_s), flush=True)
+    except WorkerFault as fault:
+        print(fault.reason, flush=True)
+{chr(10).join(lines)}
+pool.close()
+""")
+        return started([[sys.executable, tmp_path / "ask.py"]])
+
+    return run
+
+
+def test_processor_time_is_limited_whatever_signals_are_ignored(asking):
     """libtpu makes its process ignore the signal of the kernel's timer, and workers inherit that."""
-    script = tmp_path / "ask.py"
-    script.write_text(
-        textwrap.dedent(f"""
-            import functools, signal
-            from jaxrl.process_pool import ProcessPool, WorkerFault
-            from jaxrl.user_code import load_function
-            signal.signal(signal.SIGPROF, signal.SIG_IGN)
-            load = functools.partial(load_function, what="function")
-            name = "{file}:match"
-            pool = ProcessPool([name], load, what="function", patience_s=60.0, cpu_seconds=0.3)
-            try:
-                pool.call(name, None)
-            except WorkerFault as fault:
-                print(fault.reason)
-            pool.close()
-        """)
-    )
-    with started([[sys.executable, script]]) as (asking,):
-        out = asking.communicate(timeout=110)[0]
-    assert out == "has taken 0.3 s of processor time and was ended\n"
+    with asking("signal.signal(signal.SIGPROF, signal.SIG_IGN)", "ask('match')") as (process,):
+        answer = process.communicate(timeout=110)[0]
+    assert answer == "has taken 0.3 s of processor time and was ended\n"
 
 
 @pytest.mark.long
-def test_a_machine_that_stood_still_uses_up_no_time(file, tmp_path):
+def test_a_machine_that_stood_still_uses_up_no_time(asking):
     """Both processes are stopped for longer than the call may take, as when a laptop sleeps."""
-    script = tmp_path / "ask.py"
-    script.write_text(
-        textwrap.dedent(f"""
-            import functools
-            from jaxrl.process_pool import ProcessPool
-            from jaxrl.user_code import load_function
-            doze, pid = (f"{file}:{{name}}" for name in ("doze", "pid"))
-            load = functools.partial(load_function, what="function")
-            pool = ProcessPool([doze, pid], load, what="function", patience_s=5.0, cpu_seconds=5.0)
-            print(pool.call(pid, None), flush=True)
-            print("rested", pool.call(doze, 20), flush=True)
-            pool.close()
-        """)
-    )
-    with started([[sys.executable, script]]) as (asking,):
-        assert asking.stdout
-        both = asking.pid, int(asking.stdout.readline())
+    with asking("ask('pid')", "ask('doze', 20, 5.0)") as (process,):
+        assert process.stdout
+        both = process.pid, int(process.stdout.readline())
         time.sleep(0.5)
         for kind, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
             for pid in both:
                 os.kill(pid, kind)
             time.sleep(seconds)
-        assert asking.communicate(timeout=60)[0] == "rested 20\n"
+        assert process.communicate(timeout=60)[0] == "20\n"
 
 
 def test_memory_is_limited_beyond_what_the_functions_hold(pool_of):

@@ -51,7 +51,7 @@ _READ = (
     *("*.json", "*.jsonl", "*.safetensors", "*.parquet", "*.arrow", "*.csv", "*.tsv", "*.gz"),
     *("*.jinja", "additional_chat_templates/*.jinja"),
 )
-# What the weights of the SFT stage depend on besides its examples, which the stage compares itself.
+# What the weights of the SFT stage depend on. `DemonstrationStream` compares the tokens of its examples.
 _OF_SFT = (
     *("sft.", "model.", "weights", "adapter", "tokenizer.", "train.dtype", "train.load_balancing"),
     *("optim.moments", "optim.betas", "optim.epsilon", "optim.grad_clip"),
@@ -59,6 +59,8 @@ _OF_SFT = (
 _NOT_OF_SFT = ("sft.run", "sft.save_every")
 _AUTO = repr("auto")
 _MAX_SHOWN = 120
+# Differences that a message names.
+_NAMED = 4
 
 
 def run_settings(config: Config, contents: Mapping[str, str]) -> str:
@@ -77,7 +79,7 @@ def contents_of(config: Config) -> dict[str, str]:
     return {name: digest for name, digest in found.items() if digest}
 
 
-def stage_settings(config: Config, contents: Mapping[str, str]) -> dict[str, str]:
+def sft_settings(config: Config, contents: Mapping[str, str]) -> dict[str, str]:
     """The entries of `run_settings` that the weights of the SFT stage depend on."""
     texts = parse_config(run_settings(config, contents))
     names = {name: name.removeprefix(CONTENT) for name in texts}
@@ -88,15 +90,13 @@ def stage_settings(config: Config, contents: Mapping[str, str]) -> dict[str, str
     }
 
 
-def check_shared_stage(
-    config: Config, before: Mapping[str, str], contents: Mapping[str, str]
-) -> None:
+def check_sft_stage(config: Config, before: Mapping[str, str], contents: Mapping[str, str]) -> None:
     """Raises UserError if the SFT stage in `config.sft_folder` was made with other settings, `before`."""
-    changed = differences(before, stage_settings(config, contents))
+    changed = differences(before, sft_settings(config, contents))
     if changed and config.run.resume != "accept_other_settings":
         raise UserError(
-            f"the SFT stage in {config.sft_folder} was made with other settings ({'; '.join(changed)}); take "
-            "its settings, or give this run a stage of its own by an empty sft.run, or accept that one by "
+            f"the SFT stage in {config.sft_folder} was made with other settings ({listed(changed)}); "
+            "use its settings, train a stage for this run alone (an empty sft.run), or take that one by "
             "run.resume=accept_other_settings"
         )
 
@@ -141,6 +141,12 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         old, new = (_cut(texts.get(name, "none")) for texts in (before, now))
         found.append(f"{name}: {old} -> {new}" if old != new else f"{name} {new} has other content")
     return found
+
+
+def listed(changed: list[str]) -> str:
+    """The first of the texts of `differences`, and how many more there are."""
+    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+    return "; ".join(changed[:_NAMED]) + more
 
 
 def _cut(text: str) -> str:

@@ -22,12 +22,9 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_folder import StageFolder, parse_config
 from jaxrl.tracking.stage_checkpoints import lost_rows
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.identity import contents_of, differences, run_settings
+from jaxrl.trainer.identity import contents_of, differences, listed, run_settings
 
 logger = logging.getLogger(__name__)
-
-# Differences that a message names.
-_NAMED = 4
 
 
 def check_folder(config: Config) -> None:
@@ -69,10 +66,9 @@ def check_folder(config: Config) -> None:
         raise UserError(f"{path} is damaged ({error}); restore it, or {remedy}") from error
     changed = differences(before, parse_config(run_settings(config, contents_of(config))))
     if changed and not accepts:
-        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise UserError(
             f"{config.run_folder} holds a run that was made with other settings "
-            f"({'; '.join(changed[:_NAMED])}{more}); {remedy}"
+            f"({listed(changed)}); {remedy}"
         )
     if last > config.run.num_steps:
         raise UserError(

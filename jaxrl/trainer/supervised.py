@@ -31,7 +31,7 @@ from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
 from jaxrl.trainer.context import RunContext, supervised_stream
-from jaxrl.trainer.identity import check_shared_stage, stage_settings
+from jaxrl.trainer.identity import check_sft_stage, sft_settings
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles
 
@@ -209,11 +209,11 @@ class SupervisedStage(ExamplesStage):
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """See `ExamplesStage`; raises UserError if a run with other settings has made the stage."""
         if record is not None:
-            check_shared_stage(self._run.config, record["settings"], self._run.contents)
+            check_sft_stage(self._run.config, record["settings"], self._run.contents)
         super().begin(record)
 
     def record(self) -> dict[str, Any]:
-        return super().record() | {"settings": stage_settings(self._run.config, self._run.contents)}
+        return super().record() | {"settings": sft_settings(self._run.config, self._run.contents)}
 
     def step(self) -> Metrics:
         """Packs the next examples, and runs one optimiser update on them."""
