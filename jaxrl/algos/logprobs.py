@@ -5,15 +5,18 @@ B sequences   T tokens   D width   V vocabulary   G devices   N positions of a d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.algos.truncation import LEAST_KEPT, Truncation, kept_tokens
 
 Values = TypeVar("Values")
+# The name of what chunks keep of the sums over the vocabulary for their backward pass.
+SUMS = "softmax_sums"
 
 
 def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -21,9 +24,58 @@ def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The definition of a token's probability. `rollout.sampling.draw_whole` has the same sums in one pass.
     """
+    # XLA on CPU computes a reduction of several arrays serially. Elsewhere several reductions read the logits
+    # several times.
+    return jax.lax.platform_dependent(logits, cpu=by_reductions, default=by_one_reduction)
+
+
+def by_reductions(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`log_softmax_entropy` for CPU."""
     # In float32: bfloat16 has not even three digits, and losses take differences of log-probabilities.
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return logprobs, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+def by_one_reduction(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`log_softmax_entropy` in one pass over the logits, and one in its backward pass."""
+    logits = logits.astype(jnp.float32)
+    sums = checkpoint_name(softmax_sums(logits), SUMS)
+    largest, log_total, entropy = (x[..., None] for x in sums)
+    return logits - largest - log_total, entropy[..., 0]
+
+
+@jax.custom_jvp
+def softmax_sums(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest logit, the log of the sum of exp(logit - largest), and the entropy, [...] of [..., V]."""
+    operands = (logits, jnp.ones_like(logits), jnp.zeros_like(logits))
+    # Finite, since the distance of two infinities is NaN.
+    start = tuple(jnp.float32(x) for x in (jnp.finfo(jnp.float32).min, 0.0, 0.0))
+    largest, total, below = jax.lax.reduce(operands, start, join_sums, (logits.ndim - 1,))
+    log_total = jnp.log(total)
+    return largest, log_total, log_total - below / total
+
+
+@softmax_sums.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]):
+    (logits,), (d_logits,) = primals, tangents
+    sums = largest, log_total, entropy = checkpoint_name(softmax_sums(logits), SUMS)
+    logprobs = logits - largest[..., None] - log_total[..., None]
+    weighted = jnp.exp(logprobs) * d_logits
+    d_entropy = -jnp.sum(weighted * (logprobs + entropy[..., None]), axis=-1)
+    # Only the sum of the first two means anything: the first is a constant.
+    return sums, (jnp.zeros_like(largest), jnp.sum(weighted, axis=-1), d_entropy)
+
+
+def join_sums(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The sums over two parts of a vocabulary from those of each part.
+
+    They are the largest logit, the sum of weights exp(logit - largest), and that of weights times
+    (logit - largest).
+    """
+    largest = jnp.maximum(a[0], b[0])
+    keep_a, keep_b = jnp.exp(a[0] - largest), jnp.exp(b[0] - largest)
+    below_a, below_b = (part[2] + part[1] * (part[0] - largest) for part in (a, b))
+    return largest, a[1] * keep_a + b[1] * keep_b, below_a * keep_a + below_b * keep_b
 
 
 @jax.custom_jvp
@@ -196,7 +248,7 @@ def at_places(
     if C == N:
         # `chunk_tokens` allows the logits of all positions at once, so they may be stored for the backward
         # pass.
-        keep = jax.checkpoint_policies.save_only_these_names("logits", LEAST_KEPT)
+        keep = jax.checkpoint_policies.save_only_these_names("logits", LEAST_KEPT, SUMS)
         values = jax.checkpoint(function, policy=keep)(*inputs, most_needed)
     else:
         firsts = jnp.arange(0, N, C)
@@ -210,7 +262,7 @@ def at_places(
             return None, function(*inputs, jnp.clip(most_needed - first, 0, C))
 
         # Without the checkpoint the scan would stack the logits of all chunks for the backward pass.
-        keep = jax.checkpoint_policies.save_only_these_names(LEAST_KEPT)
+        keep = jax.checkpoint_policies.save_only_these_names(LEAST_KEPT, SUMS)
         _, values = jax.lax.scan(
             jax.checkpoint(of_chunk, policy=keep), None, (jax.tree.map(chunked, inputs), firsts)
         )

@@ -327,7 +327,7 @@ class Compute:
             return all_of(multiply(x[:, :size], weight))
 
         def backward(size: int, x: jax.Array, weight: jax.Array, g: jax.Array):
-            x, g = x[:, :size], g[:, :size].astype(self.dtype)
+            x, g = x[:, :size], g[:, :size]
             (to_x,) = jax.linear_transpose(lambda x: narrow(x, weight), x)(g)
             (to_weight,) = jax.linear_transpose(lambda weight: narrow(x, weight), weight)(g)
             return all_of(to_x), to_weight
@@ -338,6 +338,8 @@ class Compute:
 
         def pull_back(kept: tuple[jax.Array, jax.Array, Any], g: jax.Array):
             count, x, weight = kept
+            # Not in the branches: XLA would write the gradient in float32 first.
+            g = g.astype(self.dtype)
             to_x, to_weight = of_size(backward, count, x, values_of(weight), g)
             if isinstance(weight, HeadCopies):
                 to_weight = HeadCopies(None, to_weight.astype(weight.sums_GDV.dtype))

@@ -391,8 +391,11 @@ class _LayerPass:
 
         def of_slice(x_BTD, weights, *rest):
             # Else XLA on TPUs copies weights and moments of all layers into a layout that suits the
-            # loop: .5 GB for 7B over 8 v5p.
-            return layer(x_BTD, jax.lax.optimization_barrier(weights), *rest)
+            # loop: .5 GB for 7B over 8 v5p. On GPUs it would copy the float32 weights of every layer.
+            weights = jax.lax.platform_dependent(
+                weights, cuda=lambda x: x, default=jax.lax.optimization_barrier
+            )
+            return layer(x_BTD, weights, *rest)
 
         return jax.checkpoint(of_slice, policy=policy, prevent_cse=False)
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.algos.logprobs import join_sums
 from jaxrl.algos.truncation import Truncation, as_rows, least_before_top_p, total
 from jaxrl.checks import MAX_VOCABULARY, at_least, between, check_value, token_count
 
@@ -292,17 +293,12 @@ def by_reductions(
 
 
 def by_one_reduction(x_SV: jax.Array, choice_SV: jax.Array, noise_SV: jax.Array) -> Drawn:
-    """`draw_whole` in one pass over the logits, with the sums of a running softmax."""
+    """`draw_whole` in one pass over the logits."""
 
     def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top = jnp.maximum(a[0], b[0])
-        keep_a, keep_b = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
-        # The sums of weights, and of weights times how far logits are below the top, for the new top.
-        weight = a[1] * keep_a + b[1] * keep_b
-        below_a, below_b = (part[2] + part[1] * (part[0] - top) for part in (a, b))
         first = (a[3] > b[3]) | ((a[3] == b[3]) & (a[4] < b[4]))
         chosen = (jnp.where(first, of_a, of_b) for of_a, of_b in zip(a[3:], b[3:], strict=True))
-        return top, weight, below_a * keep_a + below_b * keep_b, *chosen
+        return *join_sums(a[:3], b[:3]), *chosen
 
     V = x_SV.shape[-1]
     token_SV = jax.lax.broadcasted_iota(jnp.int32, x_SV.shape, 1)

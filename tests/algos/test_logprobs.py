@@ -5,13 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.algos.logprobs import (
-    log_softmax_entropy,
-    logprob_entropy,
-    squared_probabilities,
-    token_logprobs,
-)
+from jaxrl.algos import logprobs as definition
+from jaxrl.algos.logprobs import logprob_entropy, squared_probabilities, token_logprobs
 from jaxrl.models.compute import Compute
 from jaxrl.rollout.sampling import truncation_of
 
@@ -174,13 +171,19 @@ def test_gradients_of_logits_are_multiplied_in_the_type_of_activations():
     assert all(factors.count("xbf16") == 2 for factors in products)
 
 
-def test_entropy_by_hand():
-    logprobs_V, entropy = log_softmax_entropy(jnp.log(jnp.array([0.5, 0.25, 0.25])))
+@pytest.fixture(params=["by_reductions", "by_one_reduction"])
+def way(request, monkeypatch):
+    """Both ways to compute the sums over the vocabulary: that of CPU, and that of accelerators."""
+    monkeypatch.setattr(definition, "log_softmax_entropy", getattr(definition, request.param))
+
+
+def test_entropy_by_hand(way):
+    logprobs_V, entropy = definition.log_softmax_entropy(jnp.log(jnp.array([0.5, 0.25, 0.25])))
     np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.25, 0.25], rtol=1e-6)
     np.testing.assert_allclose(entropy, 1.5 * np.log(2), rtol=1e-6)
 
 
-def test_first_and_second_derivatives_by_hand():
+def test_first_and_second_derivatives_by_hand(way):
     """Of p = (1/2, 1/4, 1/4): dH/dx_v = -p_v (log p_v + H), and the Hessian of log p is p p^T - diag(p)."""
     logits_V, token = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.array(1)
     of_logprob = jax.grad(lambda x: logprob_entropy(x, token)[0])
@@ -193,7 +196,7 @@ def test_first_and_second_derivatives_by_hand():
     np.testing.assert_allclose(hessian_VV, by_hand_VV, atol=1e-6)
 
 
-def test_gradients_of_bfloat16_logits_of_a_large_vocabulary():
+def test_gradients_of_bfloat16_logits_of_a_large_vocabulary(way):
     """Against float64 in NumPy: dx = a (onehot - p) - b p (log p + H), rounded to the logits' type."""
     rng, vocabulary = np.random.default_rng(0), 152_064
     logits_NV = jnp.asarray(rng.normal(0, 4, (4, vocabulary)), jnp.bfloat16)
@@ -216,15 +219,61 @@ def test_gradients_of_bfloat16_logits_of_a_large_vocabulary():
     )
 
 
-def test_the_gradient_of_a_token_scatters_nothing():
+def test_the_gradient_of_a_token_scatters_nothing(way):
     """On TPU a scatter would hold one more array of the logits' size."""
     shapes = jax.ShapeDtypeStruct((8, 997), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
     program = jax.jit(jax.grad(lambda x, tokens: logprob_entropy(x, tokens)[0].sum()))
     assert "scatter" not in program.lower(*shapes).as_text()
 
 
-def test_ids_without_probability_leave_entropy_finite():
-    logprobs_V, entropy = log_softmax_entropy(jnp.array([0.0, 0.0, -1e30]))
+def test_one_reduction_is_differentiated_by_hand_and_split_where_the_vocabulary_is():
+    """Any function of its results, against JAX's own derivatives of several reductions; 8 devices."""
+    rng = np.random.default_rng(0)
+    x_NV, other_NV = (jnp.asarray(rng.normal(0, 3, (3, 1152)), jnp.float32) for _ in range(2))
+
+    def of(way):
+        def value(x_NV, other_NV=other_NV):
+            logprobs_NV, entropy_N = way(x_NV)
+            return (jnp.exp(logprobs_NV) * (logprobs_NV - other_NV)).sum() + (entropy_N**2).sum()
+
+        return value
+
+    several, one = of(definition.by_reductions), of(definition.by_one_reduction)
+    assert_close(jax.value_and_grad(one)(x_NV), jax.value_and_grad(several)(x_NV), rtol=2e-5)
+    # As trust regions take it: the derivative of a gradient along a direction.
+    hessian = lambda f: jax.jvp(jax.grad(f), (x_NV,), (other_NV,))[1]  # noqa: E731
+    assert_close(hessian(one), hessian(several), rtol=1e-4)
+    mesh = jax.make_mesh((8,), ("vocab",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec(None, "vocab"))
+    program = jax.jit(jax.grad(one), in_shardings=(split, split))
+    text = program.lower(x_NV, other_NV).compile().as_text()
+    assert "f32[3,144]" in text
+    assert "f32[3,1152]" not in text
+
+
+def test_a_chunk_keeps_the_sums_and_no_more_for_its_backward_pass(monkeypatch):
+    """Three numbers a token are kept of the forward pass: the backward pass reduces nothing but gradients."""
+    monkeypatch.setattr(definition, "log_softmax_entropy", definition.by_one_reduction)
+    vocabulary, tokens = 997, 64
+    tokens_BT = jnp.zeros((B, tokens), jnp.int32)
+
+    def mean(hidden_BTD, weight_DV):
+        return token_logprobs(
+            lambda hidden, _: hidden @ weight_DV,
+            hidden_BTD,
+            tokens_BT,
+            jnp.ones_like(tokens_BT),
+            temperature=1.0,
+            chunk_tokens=4,
+        )[0].sum()
+
+    shapes = jnp.zeros((B, tokens, D)), jnp.zeros((D, vocabulary))
+    text = str(jax.make_jaxpr(jax.grad(mean, argnums=(0, 1)))(*shapes))
+    assert len(re.findall(r"= reduce\[", text)) == 1
+
+
+def test_ids_without_probability_leave_entropy_finite(way):
+    logprobs_V, entropy = definition.log_softmax_entropy(jnp.array([0.0, 0.0, -1e30]))
     np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.5, 0.0], rtol=1e-6)
     np.testing.assert_allclose(entropy, np.log(2), rtol=1e-6)
 

@@ -69,6 +69,7 @@ def test_prompts_may_be_shared_where_attention_knows_branches(changes, asked, ke
     [
         ("auto", 151_936, "cpu", 4096, 69),
         ("auto", 151_936, "tpu", 4096, 441),
+        ("auto", 151_936, "gpu", 8192, 1766),
         # Two rows of 192 tokens of SmolLM2: 213 positions would be two chunks, and all are one.
         ("auto", 49_152, "cpu", 384, 384),
         ("auto", 49_152, "cpu", 427, 213),
