@@ -20,6 +20,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -67,6 +69,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--remat", default="full")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    # Else JAX looks for devices that are not here.
+    jax.config.update("jax_platforms", "cpu")
     try:
         for number, line in enumerate(lines(args)):
             show(line, as_json=args.json, first=not number)

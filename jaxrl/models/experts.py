@@ -3,8 +3,9 @@
     B sequences   T tokens   N = B*T   A experts of a token   M = N*A pairs   G experts held   D width
     F width of an expert   K chunks of C rows, or of n tiles of t rows
 
-The (token, expert) pairs are sorted by expert, and each expert multiplies its own rows. There are three
-implementations with equal results:
+The (token, expert) pairs are sorted by expert, and each expert multiplies its own rows. A token's
+share of an expert multiplies what goes into the expert's last matmul, not its result, so that the gradient of
+the shares needs no result computed once more. There are three implementations with equal results:
 
     grouped   `jax.lax.ragged_dot`, which compiles to grouped matmuls on TPUs
     kernel    grouped matmuls by a kernel for Hopper GPUs (`kernels.grouped_matmul`), chunk after chunk of
@@ -101,7 +102,9 @@ def apply_experts(
     order = jnp.argsort(held)
     rows_G = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
     experts = (rows_G, held[order])
-    out = _mlp(x_BTD.reshape(-1, D)[order // A], weights, experts, activation, jax.lax.ragged_dot)
+    share_M = None if share_BTA is None else share_BTA.reshape(-1)[order]
+    x_MD = x_BTD.reshape(-1, D)[order // A]
+    out = _mlp(x_MD, share_M, weights, experts, activation, jax.lax.ragged_dot)
     # Back into the order of the pairs. Rows behind the held experts are 0 (`_mlp`).
     out_MD = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
     return _summed(out_MD, expert_BTA, share_BTA)
@@ -121,15 +124,23 @@ def _held(
 
 
 def _summed(out_MD: jax.Array, expert_BTA: jax.Array, share_BTA: jax.Array | None) -> jax.Array:
-    """The weighted sum over the experts of each token: [B, T, D]; without weights [B, T, A, D]."""
+    """The sum over the experts of each token: [B, T, D]; without shares [B, T, A, D]."""
     by_token = out_MD.reshape(*expert_BTA.shape, -1)
     if share_BTA is None:
         return by_token
-    return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
+    return by_token.sum(axis=2, dtype=_sum_type(out_MD)).astype(out_MD.dtype)
+
+
+def _weighted(hidden: jax.Array, share: jax.Array | None) -> jax.Array:
+    """Rows [..., F] times their shares [...], rounded once."""
+    if share is None:
+        return hidden
+    return (hidden.astype(_sum_type(hidden)) * share[..., None]).astype(hidden.dtype)
 
 
 def _mlp(
     x_MD: jax.Array,
+    share_M: jax.Array | None,
     weights: ExpertWeights,
     experts: tuple[jax.Array, jax.Array],
     activation: str,
@@ -139,6 +150,7 @@ def _mlp(
 
     Args:
       x_MD: rows.
+      share_M: what their results are multiplied by; None for 1.
       weights: weights of the G experts.
       experts: (int32 [G], number of rows of each expert; int32 [M], expert of each row, G behind these rows).
       activation: a name of `gates.GATES`.
@@ -150,10 +162,11 @@ def _mlp(
     def grouped(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.where(live_M1, multiply(x, weight, rows_G), 0)
 
-    def project(x: jax.Array, projection: dict[str, jax.Array]) -> jax.Array:
+    def project(x: jax.Array, projection: dict[str, jax.Array], share_M: Any = None) -> jax.Array:
         out = grouped(x, projection["weight"])
         if "bias" in projection:
-            out = out + projection["bias"].at[expert_M].get(mode="fill", fill_value=0)
+            bias = projection["bias"].at[expert_M].get(mode="fill", fill_value=0)
+            out = out + _weighted(bias, share_M)
         if "lora_a" in projection:
             out = out + grouped(grouped(x, projection["lora_a"]), projection["lora_b"])
         return out
@@ -161,7 +174,7 @@ def _mlp(
     # What `multiply` gives unused rows as a gradient may be NaN, and must not reach the tokens.
     x_MD = jnp.where(live_M1, x_MD, 0)
     hidden = GATES[activation](project(x_MD, weights["gate"]), project(x_MD, weights["up"]))
-    return project(hidden, weights["down"])
+    return project(_weighted(hidden, share_M), weights["down"], share_M)
 
 
 def apply_experts_in_tiles(
@@ -188,7 +201,9 @@ def apply_experts_in_tiles(
         chunks, way = _tiles(held, *sizes, most_rows), _TILES
     else:
         chunks, way = _sorted(held, *sizes), _by(multiply)
-    out_MD: Any = _in_chunks(x_BTD.reshape(-1, x_BTD.shape[-1]), weights, chunks, way, activation)
+    share_M = None if share_BTA is None else share_BTA.reshape(-1)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    out_MD: Any = _in_chunks(x_ND, share_M, weights, chunks, way, activation)
     return _summed(out_MD, expert_BTA, share_BTA)
 
 
@@ -320,23 +335,37 @@ class _Way(NamedTuple):
     """How the rows of a chunk are multiplied with the weights of their experts.
 
     Attributes:
-      apply: (rows [..., D], weights, experts as in `_Chunks`, activation) -> [..., D].
-      gradients: (the same, gradient of the result) -> (gradients of the rows, of the weights).
+      apply: (rows [..., D], shares [...], weights, experts as in `_Chunks`, activation) -> [..., D].
+      gradients: (the same, gradient of the result) -> (gradients of the rows, shares and weights).
     """
 
     apply: Callable[..., jax.Array]
-    gradients: Callable[..., tuple[jax.Array, ExpertWeights]]
+    gradients: Callable[..., tuple[jax.Array, jax.Array | None, ExpertWeights]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _of_pairs(values_M: jax.Array | None, pair: jax.Array) -> jax.Array | None:
+    """The values of the pairs of rows, 0 in unused rows."""
+    return values_M if values_M is None else values_M.at[pair].get(mode="fill", fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _in_chunks(
-    x_ND: jax.Array, weights: ExpertWeights, chunks: _Chunks, way: _Way, activation: str
+    x_ND: jax.Array,
+    share_M: jax.Array | None,
+    weights: ExpertWeights,
+    chunks: _Chunks,
+    way: _Way,
+    activation: str,
 ) -> jax.Array:
     """Applies the expert of each pair to its token: [M, D], zeros for pairs held elsewhere."""
 
     def chunk(of: tuple[Any, ...]) -> jax.Array:
-        live, experts, token, _ = of
-        run = lambda: way.apply(x_ND[token], weights, experts, activation)  # noqa: E731
+        live, experts, token, pair = of
+
+        def run() -> jax.Array:
+            share = _of_pairs(share_M, pair)
+            return way.apply(x_ND[token], share, weights, experts, activation)
+
         nothing = functools.partial(jnp.zeros, (*token.shape, x_ND.shape[-1]), x_ND.dtype)
         return jax.lax.cond(live, run, nothing)
 
@@ -344,37 +373,44 @@ def _in_chunks(
 
 
 def _in_chunks_backward(way: _Way, activation: str, saved, d_out_MD: jax.Array):
-    x_ND, weights, chunks = saved
+    x_ND, share_M, weights, chunks = saved
 
     def gradients(experts: Any, token: jax.Array, pair: jax.Array):
-        d_out = d_out_MD.at[pair].get(mode="fill", fill_value=0)
-        return way.gradients(x_ND[token], weights, experts, activation, d_out)
+        share, d_out = _of_pairs(share_M, pair), _of_pairs(d_out_MD, pair)
+        d_x, d_share, d_weights = way.gradients(
+            *(x_ND[token], share, weights, experts, activation, d_out)
+        )
+        return (d_x, d_share), d_weights
 
     def chunk(d_weights: ExpertWeights, of: tuple[Any, ...]):
         live, *arrays = of
 
         def run(d_weights: ExpertWeights):
-            d_x, more = gradients(*arrays)
-            return jax.tree.map(lambda d, one: d + one.astype(d.dtype), d_weights, more), d_x
+            d_rows, more = gradients(*arrays)
+            return jax.tree.map(lambda d, one: d + one.astype(d.dtype), d_weights, more), d_rows
 
-        nothing = functools.partial(jnp.zeros, (*arrays[1].shape, x_ND.shape[-1]), x_ND.dtype)
-        return jax.lax.cond(live, run, lambda d_weights: (d_weights, nothing()), d_weights)
+        def nothing(d_weights: ExpertWeights):
+            rows = jax.eval_shape(gradients, *arrays)[0]
+            return d_weights, jax.tree.map(jnp.zeros_like, rows)
+
+        return jax.lax.cond(live, run, nothing, d_weights)
 
     if len(chunks.live_K) == 1:
         # Nothing to add up, which would take 4 bytes for each weight.
-        d_x, d_weights = gradients(*jax.tree.map(lambda x: x[0], chunks[1:4]))
+        (d_x, d_share), d_weights = gradients(*jax.tree.map(lambda x: x[0], chunks[1:4]))
     else:
         none_yet = jax.tree.map(lambda w: jnp.zeros(w.shape, _sum_type(w)), weights)
-        d_weights, d_x = jax.lax.scan(chunk, none_yet, chunks[:4])
+        d_weights, (d_x, d_share) = jax.lax.scan(chunk, none_yet, chunks[:4])
     by_token = _rows(d_x, chunks).reshape(x_ND.shape[0], -1, x_ND.shape[1])
     return (
         by_token.sum(axis=1, dtype=_sum_type(x_ND)).astype(x_ND.dtype),
+        None if d_share is None else _rows(d_share[..., None], chunks)[:, 0],
         jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights),
         None,
     )
 
 
-_in_chunks.defvjp(lambda *of: (_in_chunks(*of), of[:3]), _in_chunks_backward)
+_in_chunks.defvjp(lambda *of: (_in_chunks(*of), of[:4]), _in_chunks_backward)
 
 
 def _sum_type(array: jax.Array) -> Any:
@@ -395,26 +431,31 @@ def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
 
 def _gradients_of_tiles(
     x_ntD: jax.Array,
+    share_nt: jax.Array | None,
     weights: ExpertWeights,
     expert_n: jax.Array,
     activation: str,
     d_out_ntD: jax.Array,
-) -> tuple[jax.Array, ExpertWeights]:
+) -> tuple[jax.Array, jax.Array | None, ExpertWeights]:
     apply = functools.partial(_rows_in_tiles, activation=activation)
-    _, pull = jax.vjp(apply, x_ntD, _of_tiles(weights, expert_n))
-    d_x, d_tiles = pull(d_out_ntD)
+    _, pull = jax.vjp(apply, x_ntD, share_nt, _of_tiles(weights, expert_n))
+    d_x, d_share, d_tiles = pull(d_out_ntD)
     # A matmul with one-hot rows, not a scatter: on GPUs a scatter adds in random order, and the sum would
     # not be reproducible.
     num_held = weights["gate"]["weight"].shape[0]
     whose = jax.nn.one_hot(expert_n, num_held, axis=0, dtype=_sum_type(d_out_ntD))
     add = functools.partial(jnp.tensordot, whose, axes=1, precision="highest")
-    return d_x, jax.tree.map(lambda one: add(one.astype(whose.dtype)), d_tiles)
+    return d_x, d_share, jax.tree.map(lambda one: add(one.astype(whose.dtype)), d_tiles)
 
 
 def _apply_tiles(
-    x_ntD: jax.Array, weights: ExpertWeights, expert_n: jax.Array, activation: str
+    x_ntD: jax.Array,
+    share_nt: jax.Array | None,
+    weights: ExpertWeights,
+    expert_n: jax.Array,
+    activation: str,
 ) -> jax.Array:
-    return _rows_in_tiles(x_ntD, _of_tiles(weights, expert_n), activation)
+    return _rows_in_tiles(x_ntD, share_nt, _of_tiles(weights, expert_n), activation)
 
 
 _TILES = _Way(_apply_tiles, _gradients_of_tiles)
@@ -427,16 +468,20 @@ def _named(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 @_named
-def _rows_in_tiles(x: jax.Array, weights: ExpertWeights, activation: str) -> jax.Array:
+def _rows_in_tiles(
+    x: jax.Array, share: jax.Array | None, weights: ExpertWeights, activation: str
+) -> jax.Array:
     """[n, t, D] --> [n, t, D], tile i with weights i."""
     gate, up = _batched(x, weights["gate"]), _batched(x, weights["up"])
-    return _batched(GATES[activation](gate, up), weights["down"])
+    return _batched(_weighted(GATES[activation](gate, up), share), weights["down"], share)
 
 
-def _batched(x: jax.Array, projection: dict[str, jax.Array]) -> jax.Array:
+def _batched(
+    x: jax.Array, projection: dict[str, jax.Array], share: jax.Array | None = None
+) -> jax.Array:
     out = x @ projection["weight"]
     if "bias" in projection:
-        out = out + projection["bias"][:, None]
+        out = out + _weighted(projection["bias"][:, None], share)
     if "lora_a" in projection:
         out = out + (x @ projection["lora_a"]) @ projection["lora_b"]
     return out
@@ -447,13 +492,20 @@ def _by(multiply: GroupedMatmul) -> _Way:
     """The way of grouped matmuls."""
 
     @_named
-    def apply(x_CD: jax.Array, weights: ExpertWeights, experts: Any, activation: str) -> jax.Array:
-        return _mlp(x_CD, weights, experts, activation, multiply)
+    def apply(
+        x_CD: jax.Array, share_C: Any, weights: ExpertWeights, experts: Any, activation: str
+    ) -> jax.Array:
+        return _mlp(x_CD, share_C, weights, experts, activation, multiply)
 
     def gradients(
-        x_CD: jax.Array, weights: ExpertWeights, experts: Any, activation: str, d_out_CD: jax.Array
-    ) -> tuple[jax.Array, ExpertWeights]:
-        _, pull = jax.vjp(lambda x, w: apply(x, w, experts, activation), x_CD, weights)
+        x_CD: jax.Array,
+        share_C: Any,
+        weights: ExpertWeights,
+        experts: Any,
+        activation: str,
+        d_out_CD,
+    ) -> tuple[jax.Array, jax.Array | None, ExpertWeights]:
+        _, pull = jax.vjp(lambda *of: apply(*of, experts, activation), x_CD, share_C, weights)
         return pull(d_out_CD)
 
     return _Way(apply, gradients)
