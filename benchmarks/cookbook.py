@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.hub.hub_names import fetched_folder
 
 # A model of Tinker's with ChatML and without thinking; the cookbook chooses its template by the name.
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
@@ -49,7 +49,7 @@ def prepare(folder: pathlib.Path, seed: int) -> None:
     """Writes a folder from which the loops run: tokenizer, data, and the model."""
     tokenizer = folder / NAME
     tokenizer.mkdir(parents=True)
-    content = json.loads((SMOLLM2.folder / "tokenizer.json").read_text())
+    content = json.loads((fetched_folder() / "tokenizer.json").read_text())
     renamed = {old["content"]: new for old, new in zip(content["added_tokens"][3:], LOOKED_UP)}  # noqa: B905
     for token in content["added_tokens"]:
         token["content"] = renamed.get(token["content"], token["content"])
@@ -57,7 +57,7 @@ def prepare(folder: pathlib.Path, seed: int) -> None:
     content["model"]["vocab"] = {renamed.get(name, name): i for name, i in vocabulary.items()}
     (tokenizer / "tokenizer.json").write_text(json.dumps(content))
     (tokenizer / "tokenizer_config.json").write_bytes(
-        (SMOLLM2.folder / "tokenizer_config.json").read_bytes()
+        (fetched_folder() / "tokenizer_config.json").read_bytes()
     )
     choose = random.Random(seed)
     conversations, problems = [], []
@@ -85,7 +85,7 @@ def prepare(folder: pathlib.Path, seed: int) -> None:
 @contextlib.contextmanager
 def serving(folder: pathlib.Path) -> Iterator[str]:
     """The address of a server, which ends with the block."""
-    command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", "--model", SMOLLM2.folder]
+    command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", "--model", fetched_folder()]
     flags = {
         "name": NAME,
         "folder": folder / "saved",

@@ -13,14 +13,14 @@ directory of 540 MB in ~/.cache/jaxrl/models (`jaxrl fetch` does only this).
 
 from jaxrl.config.config_tree import to_config_dict
 from jaxrl.config.schema import Config
-from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.hub.hub_names import fetched_folder
 from jaxrl.models.shapes import model_shapes
 
 
 def get_config():
     config = to_config_dict(Config())
     config.name = "grpo_smollm2"
-    config.weights = str(SMOLLM2.folder)
+    config.weights = str(fetched_folder())
     config.model = model_shapes("smollm2-135m")
 
     # One step of arithmetic in words, without end; the 64 evaluation problems are never trained on.

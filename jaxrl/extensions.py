@@ -18,6 +18,7 @@ EXTENSIONS = {
     # Commands, as the user types them after `jaxrl`.
     "browse": "jaxrl_browse.browse_command:main",
     "doctor": "jaxrl_pods.doctor:main",
+    "fetch": "jaxrl_smollm2.smollm2:main",
     "import-verl": "jaxrl_verl.import_verl:main",
     "mesh": "jaxrl_planner.mesh_command:main",
     "plan": "jaxrl_planner.plan_command:main",
@@ -32,6 +33,7 @@ EXTENSIONS = {
     "reward.grader='code'": "jaxrl_code.code_grader:CodeGrader",
     "reward.grader='math'": "jaxrl_answers.math_grader:MathGrader",
     "reward.grader='math_verify'": "jaxrl_answers.math_verify_grader:MathVerifyGrader",
+    "SmolLM2-135M-Instruct": "jaxrl_smollm2.smollm2:fetch",
     "rollout.agent": "jaxrl_agents.agent_backend:AgentBackend",
     # Python.
     "OpenRun.serve": "jaxrl_agents.served:served",

@@ -56,6 +56,7 @@ EXTENSIONS = {
     "jaxrl_planner": set(),
     "jaxrl_pods": set(),
     "jaxrl_serving": set(),
+    "jaxrl_smollm2": set(),
     "jaxrl_tinker": {"jaxrl_serving"},
     "jaxrl_verl": set(),
 }
@@ -66,7 +67,7 @@ LATE_IMPORTS = {
     ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("extensions/jaxrl_answers/math_verify_grader.py", "math_verify"): "extra `math-verify`",
     ("jaxrl/rewards/reasoning_gym_grader.py", "reasoning_gym"): "extra `tasks`",
-    ("jaxrl/hub/smollm2.py", "gguf"): "extra `gguf`",
+    ("extensions/jaxrl_smollm2/smollm2.py", "gguf"): "extra `gguf`",
     ("jaxrl/rewards/sandbox/native.py", "pyseccomp"): "fails where libseccomp is not installed",
     ("extensions/jaxrl_serving/openai/logit_edits.py", "llguidance"): "extra `json`",
     ("extensions/jaxrl_serving/server.py", "jaxrl_serving.http_server"): "extra `serve`",
@@ -215,7 +216,7 @@ def test_no_text_of_the_core_names_an_extension_but_the_table():
     named = {
         path.as_posix()
         for path in SOURCES
-        if path.parts[0] == "jaxrl" and re.search(r"\bjaxrl_[a-z]+[.:]", (ROOT / path).read_text())
+        if path.parts[0] == "jaxrl" and re.search(r"\bjaxrl_\w+[.:]", (ROOT / path).read_text())
     }
     assert named <= {"jaxrl/extensions.py", "jaxrl/api.py"}, (
         "api.py names the type of `OpenRun.serve`"
@@ -324,8 +325,8 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 31_580,
-    "files of jaxrl/": 243,
+    "lines of code of jaxrl/": 31_366,
+    "files of jaxrl/": 242,
     "lines of code of its largest package": 5_510,
     "lines of code that trainer/ imports, itself included": 27_105,
     "files that trainer/ imports, itself included": 200,
@@ -339,6 +340,7 @@ BUDGETS = {
     "lines of code of jaxrl_planner": 5_070,
     "lines of code of jaxrl_pods": 890,
     "lines of code of jaxrl_serving": 2_060,
+    "lines of code of jaxrl_smollm2": 214,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
     "lines of code of tests": 47_560,

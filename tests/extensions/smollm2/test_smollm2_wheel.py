@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from jaxrl import cli
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.hub.smollm2 import WheelModel
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_table import weight_table
+from jaxrl_smollm2.smollm2 import WheelModel
 
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 32, 4, 2, 32
 CHARACTERS = sorted("abcdefghijklmnopqrstuvwxyz0123456789Ġ.")
@@ -246,7 +246,7 @@ def test_after_an_interrupted_conversion_the_download_is_not_repeated(index, whe
 
     model = model_of(wheel)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxrl.hub.smollm2._convert", interrupted)
+        patch.setattr("jaxrl_smollm2.smollm2._convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.fetch()
     assert not model.folder.exists()
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_written_is_told(index, wheel, tmp_path, monkeyp
 
 def test_the_command_prints_the_folder(index, wheel, monkeypatch, capfd):
     model = model_of(wheel)
-    monkeypatch.setattr("jaxrl.hub.smollm2.SMOLLM2", model)
+    monkeypatch.setattr("jaxrl_smollm2.smollm2.SMOLLM2", model)
     assert cli.main(["jaxrl", "fetch"]) == 0
     assert capfd.readouterr().out == f"{model.folder}\n"
     assert index.downloads == 1
