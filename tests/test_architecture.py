@@ -332,7 +332,7 @@ BUDGETS = {
     "files that trainer/ imports, itself included": 200,
     "settings": 200,
     "functions per 1,000 lines of code": 87,
-    "lines of code of extensions/": 17_220,
+    "lines of code of extensions/": 17_435,
     "lines of code of jaxrl_agents": 1_665,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 351,
@@ -343,7 +343,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 214,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 47_560,
+    "lines of code of tests": 47_570,
 }
 MIN_COMMENT_PERCENT = 4.0
 
