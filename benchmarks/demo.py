@@ -1,23 +1,27 @@
-"""The demos' promises, measured: minutes, processor time, memory, accuracy and entropy, by seed.
+"""The demos' promises, measured, and DAPO's Table 1 in miniature on the task of the first one.
 
-    python benchmarks/demo.py --seeds 0 1 2 --record benchmarks/results/2026-11-21-demo.md \
-        --figure docs/images/demo.svg
-    python benchmarks/demo.py --recipe grpo_smollm2 --seeds 0 1 2 --cores 0,1 \
-        --record benchmarks/results/2026-11-23-demo-lm.md --figure docs/images/demo-lm.svg
+    python benchmarks/demo.py --cores 0,1 --record DATE-demo.md --figure docs/images/demo.svg
+    python benchmarks/demo.py --part demo-lm --seeds 0 1 2
+    python benchmarks/demo.py --part techniques --steps 30 --figure docs/images/ablations.svg
+    python benchmarks/demo.py --part sampling --steps 30
 
-Each seed is one run of `launch/train.py` in a process of its own, timed from outside. Run it on a quiet
-machine; on a busy one processor time is the fair figure. With --record the table is written to a file, and
-with --data the drawn curves to a CSV file. A seed that --output holds already is not run again.
+    demo, demo-lm   the two make targets: minutes, processor time, memory, accuracy, entropy, by seed
+    techniques      naive GRPO and one technique of DAPO after the other, each row with those before it
+    sampling        batches to their end, slots kept full, and free running
+
+Each seed is one run of `launch/train.py` in a process of its own, timed from outside; one that --output holds
+already is not run again. Run it on a quiet machine; on a busy one processor time is the fair figure. All
+runs of a seed of the last two parts begin with the SFT stage of `dapo_tiny` of that seed.
 """
 
 import argparse
 import csv
-import dataclasses
 import datetime
 import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -28,40 +32,69 @@ import matplotlib.pyplot as plt
 from jaxrl.tracking.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+Rows = list[dict]
+Settings = dict[str, object]
 
-
-@dataclasses.dataclass(frozen=True)
-class Demo:
-    """What a recipe's runs are drawn by.
-
-    Attributes:
-      accuracy: metric of the evaluation.
-      evaluated: its name in the figure.
-      step: name of a step.
-    """
-
-    accuracy: str
-    evaluated: str
-    step: str
-
-
+# Recipe and metric of its evaluation.
 DEMOS = {
-    "dapo_tiny": Demo("val-core/chain_sum/acc/mean@8", "held-out accuracy, avg@8", "DAPO step"),
-    "grpo_smollm2": Demo(
-        "val-core/word_problems/acc/mean@2", "held-out accuracy, avg@2", "GRPO step"
-    ),
+    "demo": ("dapo_tiny", "val-core/chain_sum/acc/mean@8"),
+    "demo-lm": ("grpo_smollm2", "val-core/word_problems/acc/mean@2"),
+}
+# Each row keeps what the rows before it set.
+TECHNIQUES: dict[str, Settings] = {
+    "naive GRPO": {
+        "algorithm.dataflow": "grpo",
+        "algorithm.aggregation": "seq-mean-token-mean",
+        "algorithm.loss_options.clip_high": 0.2,
+        "reward.overlong_buffer_tokens": 0,
+    },
+    "+ overlong filtering": {"reward.mask_truncated": True},
+    "+ clip-higher": {"algorithm.loss_options.clip_high": 0.28},
+    # It takes the place of filtering, as in the paper's final recipe.
+    "+ soft overlong punishment": {
+        "reward.mask_truncated": False,
+        "reward.overlong_buffer_tokens": 16,
+    },
+    "+ token-level loss": {"algorithm.aggregation": "token-mean"},
+    "+ dynamic sampling (DAPO)": {"algorithm.dataflow": "dapo"},
+}
+CORRECTED: Settings = {"algorithm.correction.weights": "token"}
+SAMPLING: dict[str, Settings] = {
+    "batches to their end": CORRECTED,
+    "slots kept full": CORRECTED | {"rollout.max_staleness": 8},
+    "free running": CORRECTED
+    | {
+        "rollout.max_staleness": 2,
+        "mesh.simulated_devices": 2,
+        "placement": {"learn": {"roles": ("actor",)}, "sample": {"roles": ("rollout",)}},
+    },
 }
 
 
-def run_seed(recipe: str, folder: pathlib.Path, seed: int, output: str, cores: str) -> None:
-    """Runs a seed from nothing to its report, and writes what it took into resources.json."""
+def compared(part: str) -> dict[str, Settings]:
+    """The settings of each row of a part that compares."""
+    if part == "sampling":
+        return SAMPLING
+    settings, rows = {}, {}
+    for name, changes in TECHNIQUES.items():
+        settings = settings | changes
+        rows[name] = settings
+    return rows
+
+
+def run(recipe: str, name: str, seed: int, settings: Settings, args) -> pathlib.Path:
+    """The folder of a run from nothing to its report; resources.json in it has what it took."""
+    folder = ROOT / args.output / name / f"seed{seed}"
     if (folder / "resources.json").exists():
-        return
+        return folder
     if folder.exists():
         raise SystemExit(f"{folder} exists; a timed run starts from nothing: remove it")
-    command = ["taskset", "-c", cores] if cores else []
+    command = ["taskset", "-c", args.cores] if args.cores else []
     command += [sys.executable, "launch/train.py", "--config", f"configs/{recipe}.py"]
-    command += [f"--config.seed={seed}", f"--config.run.output={output}"]
+    settings = {"name": name, "seed": seed, "run.output": args.output} | settings
+    if args.steps:
+        settings["run.num_steps"] = args.steps
+    command += [f"--config.{key}={value}" for key, value in settings.items()]
     begun_unix_s = time.time()
     process = subprocess.Popen(command, cwd=ROOT)
     _, status, used = os.wait4(process.pid, 0)
@@ -74,16 +107,21 @@ def run_seed(recipe: str, folder: pathlib.Path, seed: int, output: str, cores: s
         "peak_bytes": used.ru_maxrss * 1024,
     }
     (folder / "resources.json").write_text(json.dumps(resources) + "\n")
+    return folder
 
 
-def figures(demo: Demo, folder: pathlib.Path) -> dict[str, float]:
+def rows_of(folder: pathlib.Path) -> Rows:
+    return read_metrics(folder / "rl" / "metrics.jsonl")
+
+
+def figures(accuracy: str, folder: pathlib.Path) -> dict[str, float]:
     """Figures of a finished run, by name."""
     used = json.loads((folder / "resources.json").read_text())
-    rows = read_metrics(folder / "rl" / "metrics.jsonl")
+    rows = rows_of(folder)
     steps = [row for row in rows if row["step"] > 0]
-    evaluated = [row for row in rows if demo.accuracy in row]
-    before, after = evaluated[0][demo.accuracy], evaluated[-1][demo.accuracy]
-    stderr = demo.accuracy.replace("val-core", "val-aux") + "/stderr"
+    evaluated = [row for row in rows if accuracy in row]
+    before, after = evaluated[0][accuracy], evaluated[-1][accuracy]
+    stderr = accuracy.replace("val-core", "val-aux") + "/stderr"
     return {
         "minutes to the end of the first step": (steps[0]["time_s"] - used["begun_unix_s"]) / 60,
         "minutes in all": used["wall_s"] / 60,
@@ -94,71 +132,104 @@ def figures(demo: Demo, folder: pathlib.Path) -> dict[str, float]:
         "its standard error": evaluated[-1][stderr],
         "points gained": 100 * (after - before),
         "entropy, first step": steps[0]["actor/entropy"],
-        "entropy, mean of last 10": sum(r["actor/entropy"] for r in steps[-10:]) / 10,
+        "entropy, mean of last 10": statistics.mean(r["actor/entropy"] for r in steps[-10:]),
         "response tokens, first step": steps[0]["response_length/mean"],
         "response tokens, last step": steps[-1]["response_length/mean"],
         "median step, seconds": sorted(r["timing_s/step"] for r in steps)[len(steps) // 2],
     }
 
 
-def panels_of(demo: Demo) -> dict[str, str]:
+def table_of_seeds(results: dict[int, dict[str, float]]) -> str:
+    """Markdown, a row per figure and a column per seed."""
+    lines = [f"| | {' | '.join(f'seed {s}' for s in results)} |", "|---" * (len(results) + 1) + "|"]
+    for name in next(iter(results.values())):
+        lines.append(f"| {name} | {' | '.join(f'{r[name]:.3g}' for r in results.values())} |")
+    return "\n".join(lines)
+
+
+def curve(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric."""
+    rows = [row for row in rows if key in row]
+    return [row["step"] for row in rows], [row[key] for row in rows]
+
+
+def table_of_rows(accuracy: str, logs: dict[str, list[Rows]]) -> str:
+    """Markdown: a row for each technique, means over seeds and the seeds' own accuracies."""
+    lines = [
+        "| | held-out accuracy, by seed | mean | mean after 10 steps | entropy, last 10 steps "
+        "| response tokens, last 10 | tokens trained on |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    before = [curve(rows, accuracy)[1][0] for rows in next(iter(logs.values()))]
+    lines.append(f"| SFT | {_percent(before)} | {100 * statistics.mean(before):.1f} | | | | |")
+    for name, seeds in logs.items():
+        after = [curve(rows, accuracy)[1][-1] for rows in seeds]
+        early = statistics.mean(curve(rows, accuracy)[1][1] for rows in seeds)
+        trained = statistics.mean(sum(curve(rows, "perf/total_num_tokens")[1]) for rows in seeds)
+        entropy, length = (
+            statistics.mean(statistics.mean(curve(rows, key)[1][-10:]) for rows in seeds)
+            for key in ("actor/entropy", "response_length/mean")
+        )
+        lines.append(
+            f"| {name} | {_percent(after)} | {100 * statistics.mean(after):.1f} | {100 * early:.1f} "
+            f"| {entropy:.3f} | {length:.1f} | {trained:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _percent(values: list[float]) -> str:
+    return ", ".join(f"{100 * value:.1f}" for value in values)
+
+
+def panels_of(accuracy: str) -> dict[str, str]:
     """Metrics that are drawn, with their titles."""
     return {
-        demo.accuracy: demo.evaluated,
+        accuracy: f"held-out accuracy, avg@{accuracy.rpartition('@')[2]}",
         "critic/score/mean": "training score, -1 to 1",
         "response_length/mean": "response length, tokens",
         "actor/entropy": "entropy, nats per token",
     }
 
 
-def draw(demo: Demo, folders: dict[int, pathlib.Path], path: pathlib.Path) -> None:
-    """Draws accuracy, score, response length and entropy over steps, a line per seed."""
+def draw(panels: dict[str, str], logs: dict[str, list[Rows]], path: pathlib.Path) -> None:
+    """Draws metrics over steps: a thin line for each seed, a thick one for the mean of a label."""
     matplotlib.rcParams["svg.hashsalt"] = "jaxrl"
-    panels = panels_of(demo)
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 3), layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 3.6), layout="constrained")
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
-        for seed, folder in folders.items():
-            rows = [row for row in read_metrics(folder / "rl" / "metrics.jsonl") if key in row]
-            axis.plot([r["step"] for r in rows], [r[key] for r in rows], label=f"seed {seed}")
+        for i, (name, seeds) in enumerate(logs.items()):
+            curves = [curve(rows, key) for rows in seeds]
+            for steps, values in curves:
+                axis.plot(steps, values, color=f"C{i}", lw=0.6, alpha=0.25)
+            means = [
+                statistics.mean(values) for values in zip(*(c[1] for c in curves), strict=True)
+            ]
+            axis.plot(curves[0][0], means, color=f"C{i}", lw=1.8, label=name)
         floor = -1.0 if key == "critic/score/mean" else 0.0
-        axis.set(title=title, xlabel=demo.step, ylim=(floor, None))
+        axis.set(title=title, xlabel="step", ylim=(floor, None))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False, loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
 
-def write_data(demo: Demo, folders: dict[int, pathlib.Path], path: pathlib.Path) -> None:
-    """Writes the drawn curves as CSV: a row per seed and step, empty where a metric was not measured."""
-    columns = list(panels_of(demo))
+def write_data(columns: list[str], logs: dict[str, list[Rows]], path: pathlib.Path) -> None:
+    """Writes the drawn curves as CSV: a row per run and step, empty where a metric was not measured."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["seed", "step", *columns])
-        for seed, folder in folders.items():
-            for row in read_metrics(folder / "rl" / "metrics.jsonl"):
-                values = [f"{row[key]:.4g}" if key in row else "" for key in columns]
-                writer.writerow([seed, int(row["step"]), *values])
-
-
-def table(results: dict[int, dict[str, float]]) -> str:
-    """Markdown, a row per figure and a column per seed."""
-    seeds = list(results)
-    lines = [
-        "| | " + " | ".join(f"seed {s}" for s in seeds) + " |",
-        "|---" * (len(seeds) + 1) + "|",
-    ]
-    for name in results[seeds[0]]:
-        lines.append(f"| {name} | " + " | ".join(f"{results[s][name]:.3g}" for s in seeds) + " |")
-    return "\n".join(lines)
+        writer.writerow(["run", "step", *columns])
+        for name, row in ((name, row) for name, seeds in logs.items() for s in seeds for row in s):
+            values = [f"{row[key]:.4g}" if key in row else "" for key in columns]
+            writer.writerow([name, int(row["step"]), *values])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", choices=DEMOS, default="dapo_tiny")
+    parser.add_argument("--part", choices=(*DEMOS, "techniques", "sampling"), default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=0, help="steps of a run; 0 is the recipe's")
     parser.add_argument("--output", default="runs/benchmark")
     parser.add_argument("--cores", default="", help="processor cores of a run, such as 0,1")
     parser.add_argument("--record", type=pathlib.Path, help="Markdown file to write the table to")
@@ -166,34 +237,39 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, help="CSV file to write the curves to")
     args = parser.parse_args()
     matplotlib.use("svg")
-    demo = DEMOS[args.recipe]
-    folders = {s: ROOT / args.output / args.recipe / f"seed{s}" for s in args.seeds}
-    for seed, folder in folders.items():
-        run_seed(args.recipe, folder, seed, args.output, args.cores)
-    text = table({seed: figures(demo, folder) for seed, folder in folders.items()})
+    recipe, accuracy = DEMOS.get(args.part, DEMOS["demo"])
+    panels = panels_of(accuracy)
+    if args.part in DEMOS:
+        folders = {seed: run(recipe, recipe, seed, {}, args) for seed in args.seeds}
+        logs = {f"seed {seed}": [rows_of(folder)] for seed, folder in folders.items()}
+        text = table_of_seeds({seed: figures(accuracy, f) for seed, f in folders.items()})
+    else:
+        logs = {
+            name: [
+                rows_of(run(recipe, f"{args.part}{i}", seed, {"sft.run": recipe} | row, args))
+                for seed in args.seeds
+            ]
+            for i, (name, row) in enumerate(compared(args.part).items())
+        }
+        text = table_of_rows(accuracy, logs)
     print(text)
     if args.figure:
-        draw(demo, folders, args.figure)
+        draw(panels, logs, args.figure)
     if args.data:
-        write_data(demo, folders, args.data)
+        write_data(list(panels), logs, args.data)
     if args.record:
         args.record.write_text(_header(args) + text + "\n")
 
 
 def _header(args: argparse.Namespace) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    seeds = " ".join(map(str, args.seeds))
-    cores = f" --cores {args.cores}" if args.cores else ""
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+    options = f"--part {args.part} --seeds {' '.join(map(str, args.seeds))}"
+    options += f" --steps {args.steps}" if args.steps else ""
+    options += f" --cores {args.cores}" if args.cores else ""
     return (
-        f"# The demo {args.recipe}, {datetime.date.today()}\n\n{os.cpu_count()} cores "
-        f"({platform.machine()}), Python {platform.python_version()}, commit {commit}\n\n"
-        f"    python benchmarks/demo.py --recipe {args.recipe} --seeds {seeds}{cores}\n\n"
+        f"# Part {args.part} of the demo, {datetime.date.today()}\n\n{os.cpu_count()} cores "
+        f"({platform.machine()}), Python {platform.python_version()}, commit {commit.strip()}\n\n"
+        f"    python benchmarks/demo.py {options}\n\n"
     )
 
 

@@ -34,10 +34,7 @@ class Assumptions:
       token: what was counted of that in the compiled program of a plan; None takes the numbers of `kernels`.
       call_s: fixed seconds of a program call until its first result is on the host: a forward pass, all
         updates of a step, a prefill batch, a dispatch of the engine.
-      pass_s: further fixed seconds of each forward pass and of each update.
       host_s: host seconds per dispatch for each slot of all replicas.
-      slot_host_s: host seconds per dispatch for each slot of a replica, if each replica has a host of its own
-        that looks at its sequences one by one, in tens of microseconds.
       dtype: data type of matmuls.
       compute_bytes: bytes of a weight or an activation in that type.
       sampled_bytes: bytes of a weight inside layers in generation; 0 means `compute_bytes`.
@@ -76,12 +73,8 @@ class Assumptions:
     token: TokenCounts | None = None
     # Measured with 800 arrays on a CPU; a guess for accelerators.
     call_s: float = 1.25e-3
-    # Our passes are programs; `benchmarks/mapping.py` has the seconds of the HybridFlow paper's system.
-    pass_s: float = 0.0
-    # Our engine's host works on arrays of all slots: measured as 0.8 ms at 4,096 slots.
+    # Our engine has one host for all replicas, which works on arrays of all slots: 0.8 ms at 4,096 slots.
     host_s: float = 0.8e-3 / 4096
-    # Our engine has one host for all replicas.
-    slot_host_s: float = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: float = 2.0
     sampled_bytes: float = 0.0

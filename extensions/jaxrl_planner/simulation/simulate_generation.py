@@ -310,7 +310,7 @@ class GenerationSimulator:
         read = float(times.sum()) * weights_s
         attended = float((times * cache_s).sum())
         visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
-        each_slot = assume.slot_host_s + groups.replicas * assume.host_s
+        each_slot = groups.replicas * assume.host_s
         found = {
             "weights read": read,
             "matmuls beyond that": float((times * np.maximum(matmuls_s - weights_s, 0)).sum()),

@@ -100,7 +100,7 @@ class PassSimulator:
             "pipeline bubble": compute * (layout.p - 1) / flushes.microbatches,
             **self._exchanges_s(model, layout, flushes, passes=1),
             **self._gathers_s(model, layout, flushes, gathers=1, compute_s=compute),
-            "program call": self._assume.call_s + self._assume.pass_s,
+            "program call": self._assume.call_s,
         }
         return CostBreakdown(
             seconds, self._weights(model, layout), self._at_work(model, layout, flushes)
@@ -140,7 +140,7 @@ class PassSimulator:
             "pipeline bubble": busy * (layout.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (exchanged | data).items()},
             "optimiser": work.updates * repeats * own * read / self._read,
-            "program call": assume.call_s + work.updates * repeats * assume.pass_s,
+            "program call": assume.call_s,
         }
         resident = self._weights(model, layout, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
