@@ -64,7 +64,7 @@ class ServeConfig(EngineSettings):
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 1 << 20
     """Maximum size of a request in bytes."""
     max_connections: Annotated[int, count(1)] = 1000
-    """Maximum number of open HTTP connections."""
+    """Maximum number of open HTTP connections; while there are more, requests are refused."""
     grace_s: Annotated[float, between(0, 86_400)] = 10.0
     """Seconds that open requests may continue after SIGTERM."""
 

@@ -1,8 +1,7 @@
-"""Connections of rude clients: half a request, a byte a second, nothing read, too many at once."""
+"""Connections of rude clients, and who may ask: headers without an end, too many at once, no key."""
 
 import contextlib
 import http.client
-import json
 import resource
 import socket
 import time
@@ -22,12 +21,10 @@ HALF = WHOLE[:-2]
 
 async def app(scope, receive, send):
     """Answers at once, whatever comes, and does not look at bodies."""
-    parts = [b"x" * 100_000] * 500 if scope["path"] == "/long" else [b"ok"]
-    headers = [(b"content-length", str(sum(map(len, parts))).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for part in parts:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body"})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+    )
+    await send({"type": "http.response.body", "body": b"ok"})
 
 
 @pytest.fixture
@@ -48,49 +45,8 @@ def connection(port: int):
         yield client
 
 
-def ends_within(client: socket.socket, seconds: float, *, sends: bytes = b"") -> bool:
-    """The server closes the connection, though the client sends a byte now and then."""
-    client.settimeout(0.05)
-    until = time.monotonic() + seconds
-    rest = iter(sends * 1000)
-    while time.monotonic() < until:
-        try:
-            if sends:
-                client.send(bytes([next(rest)]))
-            if not client.recv(1 << 16):
-                return True
-        except TimeoutError:
-            continue
-        except ConnectionError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize(
-    ("begin", "sends"),
-    [
-        (b"", b""),
-        (HALF, b""),
-        # A byte at a time, which would start uvicorn's own timer anew.
-        (HALF, b"x"),
-        # After an answer; and a body that nobody wants, which never ends.
-        (WHOLE + HALF, b"x"),
-        (WHOLE.replace(b"host:", b"content-length: 100000\r\nhost:"), b"x"),
-    ],
-)
-def test_a_connection_without_a_whole_request_is_closed(start, begin, sends):
-    port = start(idle_timeout_s=0.4)
-    with connection(port) as rude, connection(port) as polite:
-        rude.sendall(begin)
-        assert ends_within(rude, 5, sends=sends)
-        assert not polite.recv(100)
-    with connection(port) as other:
-        other.sendall(WHOLE)
-        assert other.recv(15) == b"HTTP/1.1 200 OK"
-
-
 def test_a_request_in_time_is_answered_again_and_again(start):
-    with connection(start(idle_timeout_s=1.0)) as client:
+    with connection(start()) as client:
         for _ in range(4):
             for byte in WHOLE:
                 client.send(bytes([byte]))
@@ -101,7 +57,7 @@ def test_a_request_in_time_is_answered_again_and_again(start):
 
 def test_requests_that_are_sent_at_once_are_answered_in_turn(start):
     large = WHOLE.replace(b"host:", b"content-length: 200000\r\nhost:") + b"x" * 200_000
-    with connection(start(idle_timeout_s=1.0)) as client:
+    with connection(start()) as client:
         client.sendall(WHOLE + large + WHOLE[:-5])
         time.sleep(0.2)
         client.sendall(WHOLE[-5:])
@@ -112,46 +68,25 @@ def test_requests_that_are_sent_at_once_are_answered_in_turn(start):
             received += part
 
 
-def test_headers_without_an_end_are_cut_off(start):
-    with connection(start(idle_timeout_s=20.0)) as client:
+def test_headers_without_an_end_are_cut_off_on_a_network(start, caplog):
+    with connection(start(host="0.0.0.0", api_key="k")) as client:
+        client.settimeout(5)
         client.sendall(HALF)
-        begun = time.monotonic()
-        with contextlib.suppress(ConnectionError):
+        with pytest.raises(ConnectionError):
             for _ in range(20_000):
                 client.sendall(b"x-more: " + b"x" * 1000 + b"\r\n")
-        assert ends_within(client, 5) and time.monotonic() - begun < 10
+    # And who slow clients are left to.
+    assert "without deadlines for slow clients: let a proxy" in caplog.text
 
 
-def test_a_client_that_reads_nothing_is_left(start):
-    with connection(start(write_timeout_s=0.3)) as client:
-        client.sendall(WHOLE.replace(b"GET / ", b"GET /long "))
-        time.sleep(2)
-        received = 0
-        with contextlib.suppress(ConnectionError):
-            while part := client.recv(1 << 20):
-                received += len(part)
-    assert 0 < received < 50_000_000
-
-
-def test_connections_beyond_the_limit_are_refused_at_once(start):
-    port = start(max_connections=5)
-    with contextlib.ExitStack() as stack:
-        for _ in range(5):
-            client = stack.enter_context(connection(port))
-            client.sendall(HALF)
-        # The newest of them is in use when the next one comes.
-        time.sleep(0.2)
-        with connection(port) as late:
-            head, _, body = late.recv(10_000).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-        error = json.loads(body)["error"]
-        assert error["message"].startswith("all 5 connections of this server are in use")
-        client.sendall(HALF[-2:])
-        assert client.recv(15) == b"HTTP/1.1 200 OK"
+def test_requests_beyond_the_limit_of_connections_are_refused(start):
+    port = start(max_connections=2)
+    with connection(port) as first, connection(port):
+        first.sendall(WHOLE)
+        assert first.recv(15) == b"HTTP/1.1 200 OK"
+        assert status_of(port) == 503
     time.sleep(0.2)
-    with connection(port) as client:
-        client.sendall(WHOLE)
-        assert client.recv(15) == b"HTTP/1.1 200 OK"
+    assert status_of(port) == 200
 
 
 def status_of(port: int, path: str = "/v1/models", at: str = "127.0.0.1", **headers: str) -> int:
