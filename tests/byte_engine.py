@@ -17,7 +17,7 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import Completions
+from jaxrl.types import Completions, Prompts
 
 MODEL = sized_model(288, 2, 16, 32, 4, 2, 8, num_tokens=258)
 CONFIG = EngineConfig(
@@ -95,6 +95,17 @@ def spread(layout=("1-1-1",), *, model=MODEL, **changes) -> OfflineBackend:
     backend = OfflineBackend(engine, functools.partial(map, decode))
     backend.load(placed(weights(), model, engine.mesh))
     return backend
+
+
+def resumed(backend: OfflineBackend, prompts: Prompts, options: SamplingOptions) -> Completions:
+    """Samples to their end, in steps of a budget of tokens, in the order of the prompts' ids."""
+    rest, parts = backend.resume(prompts, options), []
+    while len(rest.unfinished.prompts):
+        parts.append(rest.completions)
+        options = options.replace(step=options.step + 1)
+        rest = backend.resume(prompts.take([]), options, unfinished=rest.unfinished)
+    whole = Completions.concatenate([*parts, rest.completions])
+    return whole.take(np.argsort(whole.prompts.ids_N))
 
 
 def assert_same_samples(a: Completions, b: Completions):

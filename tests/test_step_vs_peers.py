@@ -1,21 +1,10 @@
 """The benchmark beside peers times steps that learn."""
 
-import importlib.util
-import pathlib
 import types
 
 import numpy as np
 import pytest
-
-PATH = pathlib.Path(__file__).parents[1] / "benchmarks/step_vs_peers.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("step_vs_peers", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import step_vs_peers as benchmark
 
 
 def step(number: int, **changes: float) -> dict[str, float]:
@@ -24,7 +13,7 @@ def step(number: int, **changes: float) -> dict[str, float]:
     return seconds | learned | {"perf/response_num_tokens": 100.0} | changes
 
 
-def test_the_middle_step_counts(benchmark):
+def test_the_middle_step_counts():
     found = benchmark.medians([step(1), step(5), step(3)])
     assert found == {"generate_s": 3.0, "train_s": 2.0, "step_s": 4.0, "tokens": 100.0}
 
@@ -33,12 +22,12 @@ def test_the_middle_step_counts(benchmark):
     "changes",
     [{"actor/skipped_updates": 1.0}, {"actor/grad_norm": 0.0}, {"actor/grad_norm": np.nan}],
 )
-def test_a_step_without_an_update_ends_it(benchmark, changes):
+def test_a_step_without_an_update_ends_it(changes):
     with pytest.raises(SystemExit, match="step 2 had no update"):
         benchmark.medians([step(1), step(2, **changes), step(3)])
 
 
-def test_every_group_has_a_signal(benchmark):
+def test_every_group_has_a_signal():
     responses = types.SimpleNamespace(texts=[f"{a}{b}" for a in "xyz" for b in range(8)])
     rewards = np.array(benchmark.hashed(responses)).reshape(3, 8)
     assert (np.ptp(rewards, axis=1) > 0.1).all() and (rewards >= 0).all() and (rewards < 1).all()
@@ -46,7 +35,7 @@ def test_every_group_has_a_signal(benchmark):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["even", "ragged"])
-def test_both_columns_learn(benchmark, monkeypatch, case):
+def test_both_columns_learn(monkeypatch, case):
     """The commands of the benchmark on a small model: updates run, and tuned settings are settings."""
     monkeypatch.setattr(benchmark, "WARM_UP", 1)
     monkeypatch.setattr(benchmark, "TIMED", 1)

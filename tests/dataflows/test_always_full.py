@@ -30,6 +30,12 @@ from jaxrl.types import Prompts, Stretch
 LONGEST = 300
 
 
+def enough_after(groups):
+    """A stop condition that holds from so many groups on."""
+    missing = itertools.count(groups - 1, -1)
+    return lambda group: next(missing) <= 0
+
+
 class FullRun:
     """Steps of partial sampling that take `groups` groups each. `members` are those of replicas."""
 
@@ -76,14 +82,7 @@ class FullRun:
 
     def step(self):
         """The groups of a step, with their versions and counts."""
-        missing = self._groups
-
-        def enough(group):
-            nonlocal missing
-            missing -= 1
-            return missing <= 0
-
-        sampled = self.sampler.sample(self.prompts, enough=enough)
+        sampled = self.sampler.sample(self.prompts, enough=enough_after(self._groups))
         self.policy.update()
         self.timer.step += 1
         ids = sampled.completions.prompts.ids_N.tolist()
@@ -139,14 +138,7 @@ class FreeRun(FullRun):
 
     def step(self, dispatches=0):
         """The groups of a step, during which the sampler may make some dispatches more."""
-        missing = self._groups
-
-        def enough(group):
-            nonlocal missing
-            missing -= 1
-            return missing <= 0
-
-        sampled = self.sampler.sample(self.prompts, enough=enough)
+        sampled = self.sampler.sample(self.prompts, enough=enough_after(self._groups))
         left = iter(range(dispatches))
         self.sampler.meanwhile(FakeResults(lambda: next(left, None) is None))
         self.sampler.record(self.prompts)

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from byte_engine import assert_same_samples, placed
+from byte_engine import assert_same_samples, placed, resumed
 from closeness import assert_close
 from plain_pass import plain_logprobs
 from test_driver import OPTIONS, PROMPTS, engine_of, spell
@@ -117,14 +117,8 @@ def test_samples_that_give_way_are_the_same(whole, monkeypatch):
 
 @pytest.mark.long
 def test_an_unfinished_sample_goes_on_as_if_it_had_not_been_left(whole):
-    backend, options = backend_of(), OPTIONS.replace(budget_tokens=20)
-    rest, parts = backend.resume(PROMPTS, options), []
-    while len(rest.unfinished.prompts):
-        parts.append(rest.completions)
-        options = options.replace(step=options.step + 1)
-        rest = backend.resume(PROMPTS.take([]), options, unfinished=rest.unfinished)
-    found = Completions.concatenate([*parts, rest.completions])
-    assert_same_samples(found.take(np.argsort(found.prompts.ids_N)), whole)
+    found = resumed(backend_of(), PROMPTS, OPTIONS.replace(budget_tokens=20))
+    assert_same_samples(found, whole)
 
 
 def test_what_needs_an_earlier_state_is_refused_or_off():

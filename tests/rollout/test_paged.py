@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tokens
-from byte_engine import CONFIG, LAYOUTS, OPTIONS, assert_same_samples, decode, spread
+from byte_engine import CONFIG, LAYOUTS, OPTIONS, assert_same_samples, decode, resumed, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_values import mostly_slow
@@ -111,13 +111,7 @@ def test_resumed_samples_are_the_same_on_any_cache(cache_tokens, seed, budget, w
             greedy(monkeypatch)
         backend = backend_of(cache="paged", cache_tokens=cache_tokens)
         options = OPTIONS.replace(num_samples=G, budget_tokens=budget)
-        rest, parts = backend.resume(prompts_of(seed), options), []
-        while len(rest.unfinished.prompts):
-            parts.append(rest.completions)
-            options = options.replace(step=options.step + 1)
-            rest = backend.resume(prompts_of(seed).take([]), options, unfinished=rest.unfinished)
-        whole = Completions.concatenate([*parts, rest.completions])
-        assert_same_samples(whole.take(np.argsort(whole.prompts.ids_N)), expected(seed))
+        assert_same_samples(resumed(backend, prompts_of(seed), options), expected(seed))
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokens
-from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, assert_same_samples, spread
+from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, assert_same_samples, resumed, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_values import mostly_slow
@@ -143,15 +143,8 @@ def test_resumed_samples_are_the_same(cache, drafted, seed, budget, temperature)
     backend = backend_of(cache=cache, speculate=drafted)
     options = OPTIONS.replace(num_samples=3, temperature=temperature)
     want = backend_of().generate(prompts_of(seed), options)
-    given = options.replace(budget_tokens=budget)
-    rest, parts = backend.resume(prompts_of(seed), given), []
-    while len(rest.unfinished.prompts):
-        parts.append(rest.completions)
-        given = given.replace(step=given.step + 1)
-        rest = backend.resume(prompts_of(seed).take([]), given, unfinished=rest.unfinished)
-    whole = Completions.concatenate([*parts, rest.completions])
-    order = np.argsort(whole.prompts.ids_N)
-    assert_same_samples(whole.take(order), want)
+    found = resumed(backend, prompts_of(seed), options.replace(budget_tokens=budget))
+    assert_same_samples(found, want)
 
 
 @pytest.mark.long

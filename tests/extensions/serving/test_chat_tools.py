@@ -185,7 +185,7 @@ ADD_STRICT = {"type": "function", "function": ADD | {"parameters": STRICT}}
 FIND = {"type": "function", "function": {"name": "find", "parameters": STRICT}}
 
 
-@pytest.mark.parametrize(
+of_every_form = pytest.mark.parametrize(
     ("template", "form"),
     [
         (CHATML, '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'),
@@ -194,6 +194,9 @@ FIND = {"type": "function", "function": {"name": "find", "parameters": STRICT}}
     ],
     ids=["qwen", "llama", "mistral"],
 )
+
+
+@of_every_form
 def test_strict_tools_are_called_as_their_schemas_say(template, form):
     import_extra("dev", "llguidance")
     reader, tokenizer = reader_of(template)
@@ -228,15 +231,7 @@ def test_strict_tools_are_called_as_their_schemas_say(template, form):
     assert not is_allowed(wrong.removeprefix(begun), tool_choice=NAMED)
 
 
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        (CHATML, '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'),
-        (LLAMA, '{"name": "NAME", "parameters": ARGS}'),
-        (MISTRAL, '[TOOL_CALLS] [{"name": "NAME", "arguments": ARGS}]'),
-    ],
-    ids=["qwen", "llama", "mistral"],
-)
+@of_every_form
 def test_a_call_that_is_demanded_is_of_a_tool_with_an_object(template, form):
     """Without `strict`, which would hold arguments to their schemas."""
     import_extra("dev", "llguidance")
