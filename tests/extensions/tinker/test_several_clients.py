@@ -162,9 +162,9 @@ def test_parts_that_are_not_to_be_trained_stay(server, folder):
         ({"rank": 0}, "--full"),
         ({"rank": "4"}, "'4'"),
         ({"rank": True}, "True"),
-        ({"seed": 1.5}, "lora_config.seed is 1.5: Input should be a valid integer"),
+        ({"seed": 1.5}, "lora_config.seed is 1.5: "),
         ({"train_mlp": False, "train_attn": False}, "nothing to train"),
-        ([4], "lora_config is [4]: Input should be a valid dictionary"),
+        ([4], "lora_config is [4]: "),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(server, config, says):
