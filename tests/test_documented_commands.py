@@ -104,7 +104,7 @@ def test_its_files_and_flags_exist(words, capsys):
         return
     assert name in cli.COMMANDS
     settings = [word for word in rest if word.startswith("--config.")]
-    overrides, others = command_line.take_overrides(settings, config_tree.leaf_types(Config))
+    overrides, others = command_line.take_overrides(settings, Config)
     assert not others
     if "--config" in rest:
         recipe = rest[rest.index("--config") + 1]

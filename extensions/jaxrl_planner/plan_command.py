@@ -27,7 +27,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 
-from jaxrl.config import command_line, config_tree
+from jaxrl.config import command_line
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     # Nothing runs, so use the CPU: the accelerators of this machine may be busy.
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
-    overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
+    overrides, rest = command_line.take_overrides(arguments, Config)
     args = parser.parse_args(rest)
     if not args.config:
         raise UserError("no recipe is named; add --config RECIPE")

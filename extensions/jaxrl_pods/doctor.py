@@ -32,7 +32,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config.command_line import load_config, take_overrides
-from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.extensions import EXTENSIONS
@@ -67,7 +66,7 @@ _NETWORK = (
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     name, *arguments = argv
-    overrides, rest = take_overrides(arguments, leaf_types(Config))
+    overrides, rest = take_overrides(arguments, Config)
     parser = command_parser(name, __doc__)
     parser.add_argument("--config", required=True, help="recipe file")
     parser.add_argument("--hosts", type=int, default=0, help="number of hosts that there must be")

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxrl.config.command_line import load_config, take_overrides
-from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.flags import command_parser
@@ -50,7 +49,7 @@ _OURS = (
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    overrides, rest = take_overrides(arguments, leaf_types(Config))
+    overrides, rest = take_overrides(arguments, Config)
     parser = command_parser(program, __doc__)
     parser.add_argument("--config", required=True, help="recipe file")
     parser.add_argument("--hosts", type=int, help="processes (default: one for 8 devices)")

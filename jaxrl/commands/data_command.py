@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
-from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.config.shapes import tokenizer_directory
 from jaxrl.data.data_card import data_card
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     add_flags(of_files, SourceConfig, only=("grader",))
     add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
     of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
-    overrides, rest = take_overrides(arguments, leaf_types(Config))
+    overrides, rest = take_overrides(arguments, Config)
     args = parser.parse_args(rest)
     # A recipe has settings for each of its files, a file has those of the flags.
     if bool(args.files) == bool(args.config):

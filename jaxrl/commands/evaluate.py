@@ -72,7 +72,7 @@ _PROGRESS_EVERY_S = 10.0
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, which starts with the program's name; returns the exit status."""
     program, *arguments = argv
-    overrides, arguments = take_overrides(arguments, leaf_types(Config))
+    overrides, arguments = take_overrides(arguments, Config)
     parser = command_parser(program, __doc__)
     parser.add_argument("--model", required=True, help="Hugging Face directory, or folder of a run")
     parser.add_argument("--config", help="recipe with the settings of task and sampling")

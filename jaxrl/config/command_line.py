@@ -73,7 +73,7 @@ def run(
     """
     program, *arguments = sys.argv if argv is None else argv
     switches = switches or {}
-    overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
+    overrides, rest = take_overrides(arguments, config_class)
     # A FlagValues of its own instead of absl's global one: a process may run several commands.
     own = flags.FlagValues()
     flags.DEFINE_string("config", None, "recipe file", flag_values=own)
@@ -281,18 +281,19 @@ def recipes_near(recipe: str) -> str:
 
 
 def take_overrides(
-    arguments: Sequence[str], kinds: Mapping[str, Any]
+    arguments: Sequence[str], config_class: type
 ) -> tuple[dict[str, str], list[str]]:
     """Separates the overrides `--config.name=value` from the other arguments.
 
     Args:
       arguments: arguments of a command line.
-      kinds: annotation of every setting by dotted name.
+      config_class: class of all settings.
 
     Returns:
       The text of each override by dotted name (the last one if a name is repeated), and the other
       arguments.
     """
+    kinds = config_tree.leaf_types(config_class)
     overrides = {}
     rest = []
     pending = iter(arguments)
