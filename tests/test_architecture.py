@@ -332,18 +332,18 @@ BUDGETS = {
     "files that trainer/ imports, itself included": 200,
     "settings": 200,
     "functions per 1,000 lines of code": 87,
-    "lines of code of extensions/": 17_362,
+    "lines of code of extensions/": 17_340,
     "lines of code of jaxrl_agents": 1_665,
     "lines of code of jaxrl_answers": 2_030,
-    "lines of code of jaxrl_browse": 351,
+    "lines of code of jaxrl_browse": 339,
     "lines of code of jaxrl_code": 980,
     "lines of code of jaxrl_planner": 5_066,
-    "lines of code of jaxrl_pods": 890,
-    "lines of code of jaxrl_serving": 1_990,
+    "lines of code of jaxrl_pods": 888,
+    "lines of code of jaxrl_serving": 1_983,
     "lines of code of jaxrl_smollm2": 214,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 47_515,
+    "lines of code of tests": 47_460,
 }
 MIN_COMMENT_PERCENT = 4.0
 

@@ -10,15 +10,14 @@ stops it.
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import pathlib
-import signal
-import threading
 from collections.abc import Callable, Sequence
 
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
+from jaxrl_serving.serve_config import check_packages, end_of_service
 
 # This machine only: the pages need no key.
 _HOST = "127.0.0.1"
@@ -39,30 +38,19 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(arguments)
     files, port = sample_files(args.run), args.http_port
-    packages = ("httptools", "pydantic", "starlette", "uvicorn")
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    if absent:
-        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
+    check_packages()
     # After the check: both need the extra `serve`.
     from jaxrl_browse.browse_app import build_app
     from jaxrl_serving.http_server import HttpServer
 
     if not 0 <= port < 2**16:
         raise UserError(f"--http_port {port} is no port; choose one from 0 to 65535")
-    ended = threading.Event()
     app = build_app(files, title=str(args.run))
     server = HttpServer(app, host=_HOST, port=port, max_connections=_CONNECTIONS)
-    previous = {
-        number: signal.signal(number, lambda *_: ended.set())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
+    with contextlib.ExitStack() as stack, end_of_service() as ended:
+        stack.callback(server.stop)
         print(f"{args.run}: http://{_HOST}:{server.port}/", flush=True)
         ended.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        server.stop()
     return 0
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 from jaxrl import extensions
-from jaxrl.errors import UserError
 from jaxrl_serving import server
+from jaxrl_serving.serve_config import check_packages
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,8 +17,5 @@ def main(argv: Sequence[str]) -> int:
     """
     if "--tinker" not in argv:
         return server.main(argv)
-    modules = {"protobuf": "google", "starlette": "starlette", "uvicorn": "uvicorn"}
-    absent = [name for name, module in modules.items() if not importlib.util.find_spec(module)]
-    if absent:
-        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
+    check_packages(protobuf="google")
     return extensions.lookup("serve --tinker")(argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import ipaddress
 import os
 import pathlib
@@ -119,6 +120,17 @@ def read_flags(argv: Sequence[str], description: str | None, kind: type[Config])
         return settings_of(kind, parser.parse_args(arguments))
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def check_packages(**others: str) -> None:
+    """Looks for the packages of the extra `serve`, and for others, given with the names of their modules.
+
+    Raises:
+      UserError: some are not installed.
+    """
+    modules = {name: name for name in ("httptools", "starlette", "uvicorn")} | others
+    if absent := [name for name, module in modules.items() if not importlib.util.find_spec(module)]:
+        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import queue
 import sys
 import time
@@ -25,7 +24,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, NotFinite, Request
 from jaxrl_serving.model_loading import Loaded, load
 from jaxrl_serving.online_driver import Delta, OnlineDriver
-from jaxrl_serving.serve_config import ServeConfig, end_of_service, read_flags
+from jaxrl_serving.serve_config import ServeConfig, check_packages, end_of_service, read_flags
 
 # Longest prompt that a cache with many capacities is compiled for before the first request.
 _WARM_TOKENS = 1024
@@ -62,9 +61,7 @@ def main(argv: Sequence[str]) -> int:
     """
     config = read_flags(argv, __doc__, ServeConfig)
     keep_compiled_programs()
-    needed = ("httptools", "pydantic", "starlette", "uvicorn")
-    if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
+    check_packages()
     with end_of_service() as ended:
         loaded = load(config)
         with running(config, loaded) as server:

@@ -241,13 +241,7 @@ class RequestReader:
     def detokenize(self, body: Json) -> Json:
         """The answer to POST /detokenize. Special tokens have their names in it, as in vLLM."""
         request = self._checked(DetokenizeRequest, {"model": self.model, **body})
-        vocabulary = self.tokenizer.vocab_size
-        if unknown := [token for token in request.tokens if token >= vocabulary]:
-            raise ApiError(
-                f"tokens has {unknown[0]}; this model's ids go from 0 to {vocabulary - 1}: use its own "
-                "tokenizer",
-                param="tokens",
-            )
+        self._check_ids("tokens", request.tokens)
         return {"prompt": self.tokenizer.backend.decode(request.tokens, skip_special_tokens=False)}
 
     def check_model(self, name: str) -> None:
@@ -264,6 +258,14 @@ class RequestReader:
         request = read_request(kind, body)
         self.check_model(request.model)
         return request
+
+    def _check_ids(self, field: str, tokens: Sequence[int]) -> None:
+        most = self.tokenizer.vocab_size - 1
+        if unknown := [token for token in tokens if token > most]:
+            raise ApiError(
+                f"{field} has {unknown[0]}; this model's ids go from 0 to {most}: use its own tokenizer",
+                param=field,
+            )
 
     def _check_length(self, text: str) -> None:
         """Refuses a text whose beginning alone is too long."""
@@ -334,13 +336,7 @@ class RequestReader:
             named = self.tokenizer.ids_named_by(sampling.stops)
         except UserError as error:
             raise ApiError(str(error), param="stop") from error
-        vocabulary = self.tokenizer.vocab_size
-        if unknown := [token for token in sampling.stop_token_ids if token >= vocabulary]:
-            raise ApiError(
-                f"stop_token_ids has {unknown[0]}; this model's ids go from 0 to {vocabulary - 1}: use its "
-                "own tokenizer",
-                param="stop_token_ids",
-            )
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
         known = () if sampling.ignore_eos else self.sizes.stop_ids
         return tuple({*sampling.stop_token_ids, *named}.difference(known))
 
