@@ -1,5 +1,6 @@
 """What the driver does beyond sampling a batch to its end: unfinished samples, order, sizes."""
 
+import dataclasses
 import functools
 import gc
 
@@ -14,18 +15,9 @@ from tokens import prompts_of
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
 
-BASE = EngineConfig(
-    slots=16,
-    smallest_bucket=8,
-    prefill_prompts=4,
-    max_prompt_tokens=24,
-    max_response_tokens=40,
-    tokens_per_dispatch=4,
-    stop_ids=(1,),
-)
+BASE = dataclasses.replace(byte_engine.CONFIG, slots=16, max_response_tokens=40, stop_ids=(1,))
 N, G = 5, 3
 
 

@@ -1,25 +1,26 @@
 """The online driver: requests from many threads, each answered as if it were alone."""
 
+import dataclasses
 import functools
 import queue
 import threading
 import time
 
+import byte_engine
 import jax
 import numpy as np
 import pytest
 from byte_engine import engine_of, random_weights
 from closeness import assert_close
+from model_sizes import sized_model
 
 from jaxrl.errors import UserError
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request, Stopped
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
 from jaxrl.types import Prompts
@@ -27,17 +28,8 @@ from jaxrl_serving import server
 from jaxrl_serving.online_driver import OnlineDriver
 from jaxrl_serving.server import _warm_up
 
-WIDTHS = {"d_model": 16, "d_ff": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-MODEL = ModelConfig(vocab_size=16, num_tokens=14, num_layers=2, **WIDTHS)
-CONFIG = EngineConfig(
-    slots=8,
-    smallest_bucket=8,
-    prefill_prompts=4,
-    max_prompt_tokens=24,
-    max_response_tokens=40,
-    tokens_per_dispatch=4,
-    stop_ids=(1,),
-)
+MODEL = sized_model(16, 2, 16, 32, 4, 2, 8, num_tokens=14)
+CONFIG = dataclasses.replace(byte_engine.CONFIG, max_response_tokens=40, stop_ids=(1,))
 
 
 @functools.cache
