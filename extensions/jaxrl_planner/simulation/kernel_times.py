@@ -125,8 +125,8 @@ TABLES = {
         # Written and read.
         logit_bytes=8,
         side_by_side=0.13,
-        token_bytes=(139, 7.6, 34),
-        weight_bytes=(54, 35.5),
+        token_bytes=(139, 7.6, 10),
+        weight_bytes=(36.6, 10),
     ),
     "tpu": KernelTable(kernel_s=1e-6, listed=59, scanned=59, outside=46),
 }
