@@ -1,18 +1,21 @@
 """What there is to learn from ten minutes on one accelerator: one line of JSON a check.
 
     python benchmarks/accelerator.py --part A     roofs, kernels against XLA, same tokens, TF32
-    python benchmarks/accelerator.py --part B     the update and decoding of Qwen2.5-1.5B, a stored executable
+    python benchmarks/accelerator.py --part B     a stored executable, the demo
+    python benchmarks/accelerator.py --part C     seconds of decoding, updates and a step of Qwen2.5-1.5B
     python benchmarks/accelerator.py --part lm ...   a real model, trained: `carried_lm.py run ...`
 
     A  versions, roofs, attention_speed, decode_blocks, experts,
        attention_kernels, decode_attention, same_tokens, tf32
-    B  update, decode, decode_scanned, executable, demo
+    B  executable, demo
+    C  decode_blocks, decode, update, step, experts_alone, demo_lm
 
 What is timed comes first. Each part is meant to end within nine minutes on one GPU; a check that would begin
 after `--limit_s` is left out and says so. Each is tried for itself: one that fails is a line with its error.
 Only jax, flax, optax, pydantic and numpy are needed, no network and no files; the demo is left out where it
 lacks a package. On CPU, or with --small, shapes are small and kernels are interpreted: so the script is tried
-without an accelerator.
+without an accelerator. Part C has `predicted` seconds beside the measured ones, by the planner's formula
+(docs/planning.md).
 
 Lines have `check`, `ok` and `seconds`; what else is in them is said at each function. Errors are the largest
 difference to float32 by XLA, against the largest of its values.
@@ -28,6 +31,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
 import pickle
 import platform
@@ -47,6 +51,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from jaxrl.errors import UserError
+from jaxrl.hub.hub_names import fetched_folder
 from jaxrl.mesh import rules
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.hardware import roof_of
@@ -64,15 +69,23 @@ from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout import engine
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
+from jaxrl_planner.hardware.accelerators import accelerator_of
+from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.simulation.assumptions import Assumptions
+from jaxrl_planner.simulation.simulate_generation import GenerationSimulator
+from jaxrl_planner.simulation.simulate_passes import PassSimulator
+from jaxrl_planner.simulation.workload import LengthDistribution, Workload
 
 ROOT = pathlib.Path(__file__).parents[1]
 Line = dict[str, Any]
-CHECKS: dict[str, list[Callable[..., Any]]] = {"A": [], "B": []}
+CHECKS: dict[str, list[Callable[..., Any]]] = {"A": [], "B": [], "C": []}
+DEMO_PACKAGES = ("grain", "ml_collections", "tokenizers")
 TINY = ModelConfig(
     vocab_size=512, num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16
 )
@@ -257,6 +270,7 @@ def _by_xla(new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
     return cached_attention(*new, [(jax.tree.map(lambda x: x[1], cache), length_B)])
 
 
+@check("C")
 @check("A")
 def decode_blocks(scale: Scale):
     """GB/s at which the decode kernel reads the cache, by its block and its splits, beside XLA."""
@@ -408,74 +422,6 @@ def _repeated(out: Any) -> list[np.ndarray]:
 
 
 @check("B")
-def update(scale: Scale):
-    """Seconds, tokens/s, TFLOP/s and MFU of one optimiser update on packed rows, and the peak of memory."""
-    rows, length = (2, 128) if scale.small else (1, 8192)
-    actor = _actor(scale.model, scale.dtype, rows=rows, length=length)
-    actor.init()
-    sequence = 64 if scale.small else 1024
-    rng = np.random.default_rng(0)
-    packed = [
-        rng.integers(0, scale.model.vocab_size, sequence).astype(np.int32)
-        for _ in range(rows * length // sequence)
-    ]
-    batch = actor.place(_batch_of(packed, length, per_row=length // sequence))
-    spent = seconds(lambda: actor.update(batch, LOSS), rounds=3)
-    flops = training_flops(scale.model, np.full(len(packed), sequence)).sum()
-    device = jax.devices()[0]
-    roof, stats = roof_of(device.device_kind), device.memory_stats() or {}
-    return {
-        "tokens": rows * length,
-        "update_seconds": spent,
-        "tokens_per_s": rows * length / spent,
-        "tflops": flops / spent / 1e12,
-        "mfu": roof and flops / spent / 1e12 / roof.tflops(scale.dtype),
-        "peak_bytes": stats.get("peak_bytes_in_use"),
-    }
-
-
-@check("B")
-def decode(scale: Scale):
-    """Tokens/s of decoding and GB/s of weights and cache read, by rows and kind of cache."""
-    tried = ((16, "contiguous"), (64, "paged"), (256, "contiguous"), (256, "paged"))
-    for rows, cache in ((4, "contiguous"),) if scale.small else tried:
-        yield _decoded(scale, rows, cache)
-
-
-@check("B")
-def decode_scanned(scale: Scale):
-    """`decode` with a scan, which copies each layer out of their stack on GPUs."""
-    with mock.patch.object(rules, "lists_layers", lambda mesh: False):
-        for rows in (4,) if scale.small else (256, 16):
-            line = {"rows": rows}
-            with attempt(line):
-                line |= _decoded(scale, rows, "paged")
-            yield line
-
-
-def _decoded(scale: Scale, rows: int, cache: str) -> Line:
-    response = 16 if scale.small else 256
-    actor = _sampler(scale.model, scale.dtype, slots=rows, response=response, stops=(), cache=cache)
-    begun = time.perf_counter()
-    _sampled(actor, prompts=rows, samples=1)
-    first, begun = time.perf_counter() - begun, time.perf_counter()
-    out = _sampled(actor, prompts=rows, samples=1, step=1)
-    spent = time.perf_counter() - begun
-    model, item = scale.model, jnp.dtype(scale.dtype).itemsize
-    held = item * sum(x.size for x in jax.tree.leaves(actor.shapes))
-    of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
-    cached = rows * of_token * (16 + response / 2)
-    actor.close()
-    return {
-        "rows": rows,
-        "cache": cache,
-        "tokens_per_s": int(out.lengths_B.sum()) / spent,
-        "gb_per_s": (held + cached) * response / spent / 1e9,
-        "seconds_with_compiling": first,
-    }
-
-
-@check("B")
 def executable(scale: Scale, stored: str):
     """Whether a compiled program that was stored runs: one of this machine, or `--executable FILE`."""
     x = normal(0, 256, 256)
@@ -491,11 +437,7 @@ def executable(scale: Scale, stored: str):
 @check("B")
 def demo(scale: Scale):
     """The first steps of the demo, from the command."""
-    missing = [
-        name
-        for name in ("grain", "ml_collections", "tokenizers")
-        if not importlib.util.find_spec(name)
-    ]
+    missing = [name for name in DEMO_PACKAGES if not importlib.util.find_spec(name)]
     if missing:
         return {"left_out": f"needs {', '.join(missing)}"}
     settings = {"sft.num_steps": 20, "run.num_steps": 2, "rollout.on_shortage": "fill"}
@@ -512,10 +454,231 @@ def demo(scale: Scale):
     }
 
 
+# Part C
+
+
+@check("C")
+def decode(scale: Scale):
+    """Seconds and tokens/s of decoding, GB/s of weights and cache read: by rows, weights and CUDA graphs.
+
+    Weights are a list of layers, or a stack that a scan slices. Loops and conditionals are part of CUDA
+    graphs, or the host starts their rounds.
+    """
+    ways = [(True, False), (True, True), (False, False)]
+    for rows in (4,) if scale.small else (16, 64, 256):
+        for listed, graphs in ways[:: 2 if jax.default_backend() != "gpu" else 1]:
+            line = {"rows": rows, "listed": listed, "graphs": graphs}
+            with attempt(line), _compiled(listed=listed, graphs=graphs):
+                line |= _decoded(scale, rows)
+            yield line
+
+
+@contextlib.contextmanager
+def _compiled(*, listed: bool, graphs: bool):
+    """Engines that are made inside have their weights in lists, and loops in CUDA graphs."""
+    options = engine._compiler_options
+    graph = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUDNN,WHILE,CONDITIONAL"}
+    with (
+        mock.patch.object(rules, "lists_layers", lambda mesh: listed),
+        mock.patch.object(
+            engine, "_compiler_options", lambda *of: options(*of) | (graph if graphs else {})
+        ),
+    ):
+        yield
+
+
+@check("C")
+def update(scale: Scale):
+    """Seconds, tokens/s, TFLOP/s and MFU of one update on packed rows, and the peak of memory, by remat."""
+    # The peak is that of the process: from the smallest to the largest.
+    for remat in ("full", "projections", "none"):
+        line = {"remat": remat}
+        with attempt(line):
+            line |= _updated(scale, remat)
+        gc.collect()
+        yield line
+
+
+@check("C")
+def step(scale: Scale):
+    """Seconds of sampling and of the update of a step: 32 prompts, 8 answers of 512 tokens each."""
+    prompts, samples, prompt, response = (2, 2, 16, 24) if scale.small else (32, 8, 88, 512)
+    slots, length = prompts * samples, 128 if scale.small else 8192
+    actor = _sampler(
+        *(scale.model, scale.dtype),
+        slots=slots,
+        response=response,
+        prompt=prompt,
+        stops=(),
+        cache="paged",
+        length=length,
+        tokens_per_dispatch=16 if scale.small else 64,
+    )
+    line: Line = {"peak_bytes": None}
+    for number in range(2):  # The first one compiles.
+        begun = time.perf_counter()
+        out = _sampled(actor, prompts=prompts, samples=samples, prompt=prompt, step=number)
+        sampled = time.perf_counter()
+        whole = [np.concatenate(pair) for pair in zip(_repeated(out), out.tokens, strict=True)]
+        each = length // (prompt + response)
+        batch = actor.place(_batch_of(whole, length, per_row=each, one_row=True))
+        jax.block_until_ready(actor.update(batch, LOSS))
+        ended = time.perf_counter()
+        line |= {"sampling_seconds": sampled - begun, "update_seconds": ended - sampled}
+        line |= {"step_seconds": ended - begun}
+    actor.close()
+    stats = jax.devices()[0].memory_stats() or {}
+    work = _work(prompts, samples, prompt, response, length, 64)
+    return (
+        line
+        | {"peak_bytes": stats.get("peak_bytes_in_use")}
+        | {f"predicted_{name}": s for name, s in _predicted(scale, work, slots).items()}
+    )
+
+
+@check("C")
+def experts_alone(scale: Scale):
+    """`experts` in a process of its own with a limit: a kernel that does not compile ends nothing else."""
+    command = [sys.executable, __file__, "--part", "A", "--only", "experts"]
+    command += ["--small"] if scale.small else []
+    said, ended = _within(command, 60.0)
+    return {"ok": ended is not None, "ended": ended, "lines": said}
+
+
+@check("C")
+def demo_lm(scale: Scale):
+    """Median seconds of a step's phases where SmolLM2-135M learns (`make demo-lm`), after the first step."""
+    missing = [name for name in DEMO_PACKAGES if not importlib.util.find_spec(name)]
+    if missing or scale.small or not fetched_folder().is_dir():
+        why = (
+            "a real model takes minutes on CPU"
+            if scale.small
+            else "needs the weights: carried_lm.py"
+        )
+        return {"left_out": f"needs {', '.join(missing)}" if missing else why}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "launch/train.py", "--config", "configs/grpo_smollm2.py"]
+        command += ["--config.run.num_steps=6", f"--config.run.output={folder}"]
+        said, ended = _within(command, 180.0)
+        files = list(pathlib.Path(folder).rglob("metrics.jsonl"))
+        rows = [json.loads(row) for file in files for row in file.read_text().splitlines()]
+    timed = [row for row in rows if "timing_s/step" in row][1:]
+    names = sorted({name for row in timed for name in row if name.startswith("timing_s/")})
+    median = {n: statistics.median(row[n] for row in timed if n in row) for n in names}
+    return {"ok": ended == 0, **median} | ({} if ended == 0 else {"last": said[-3:]})
+
+
+def _within(command: list[str], limit_s: float) -> tuple[list[str], int | None]:
+    """What a command prints beside this process on its device, and its status; None at the limit."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".2"}
+    with tempfile.TemporaryFile("w+") as told:
+        try:
+            status = subprocess.run(
+                *(command,),
+                cwd=ROOT,
+                env=environment,
+                stdout=told,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        told.seek(0)
+        return told.read().splitlines(), status
+
+
+def _work(
+    prompts: int, samples: int, prompt: int, response: int, length: int, dispatch: int
+) -> Workload:
+    return Workload(
+        prompts=prompts,
+        samples=samples,
+        prompt_lengths=LengthDistribution.exactly(prompt),
+        response_lengths=LengthDistribution.exactly(response),
+        microbatch_tokens=length,
+        tokens_per_dispatch=dispatch,
+    )
+
+
+def _predicted(scale: Scale, work: Workload, slots: int, remat: Any = "full") -> dict[str, float]:
+    """Seconds of sampling and of the update of a step by the planner; none for a device it does not know."""
+    device = jax.devices()[0]
+    kind = accelerator_of(device.device_kind)
+    if kind is None:
+        return {}
+    chunk = TrainConfig().positions_of_logits(scale.model.vocab_size, device.platform)
+    assume = Assumptions.on(kind, fixed_slots=True, remat=remat, logits_tokens=chunk)
+    cluster, layout = Cluster(kind, (1, 1)), ParallelLayout(1, 1, 1, 1, 1)
+    sampling = GenerationSimulator(cluster, work, assume).generation(scale.model, layout, slots)
+    training = PassSimulator(cluster, work, assume).training(scale.model, layout)
+    return {"sampling_seconds": sampling.total_s, "update_seconds": training.total_s}
+
+
+def _updated(scale: Scale, remat: str) -> Line:
+    rows, length = (2, 128) if scale.small else (1, 8192)
+    actor = _actor(scale.model, scale.dtype, rows=rows, length=length, remat=remat)
+    actor.init()
+    sequence = 64 if scale.small else 1024
+    rng = np.random.default_rng(0)
+    packed = [
+        rng.integers(0, scale.model.vocab_size, sequence).astype(np.int32)
+        for _ in range(rows * length // sequence)
+    ]
+    batch = actor.place(_batch_of(packed, length, per_row=length // sequence))
+    spent = seconds(lambda: actor.update(batch, LOSS), rounds=3)
+    flops = training_flops(scale.model, np.full(len(packed), sequence)).sum()
+    device = jax.devices()[0]
+    roof, stats = roof_of(device.device_kind), device.memory_stats() or {}
+    work = _work(len(packed), 1, 16, sequence - 16, length, 64)
+    predicted = _predicted(scale, work, len(packed), remat if remat == "none" else "full")
+    return {
+        "tokens": rows * length,
+        "update_seconds": spent,
+        "predicted": predicted.get("update_seconds"),
+        "tokens_per_s": rows * length / spent,
+        "tflops": flops / spent / 1e12,
+        "mfu": roof and flops / spent / 1e12 / roof.tflops(scale.dtype),
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def _decoded(scale: Scale, rows: int) -> Line:
+    response = 16 if scale.small else 256
+    actor = _sampler(
+        *(scale.model, scale.dtype), slots=rows, response=response, stops=(), cache="paged"
+    )
+    begun = time.perf_counter()
+    _sampled(actor, prompts=rows, samples=1)
+    first, begun = time.perf_counter() - begun, time.perf_counter()
+    out = _sampled(actor, prompts=rows, samples=1, step=1)
+    spent = time.perf_counter() - begun
+    model, item = scale.model, jnp.dtype(scale.dtype).itemsize
+    held = item * sum(x.size for x in jax.tree.leaves(actor.shapes))
+    of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
+    cached = rows * of_token * (16 + response / 2)
+    actor.close()
+    predicted = _predicted(scale, _work(rows, 1, 16, response, 8192, 16), rows)
+    return {
+        "ms_a_token": 1e3 * spent / response,
+        "predicted": predicted and 1e3 * predicted["sampling_seconds"] / response,
+        "tokens_per_s": int(out.lengths_B.sum()) / spent,
+        "gb_per_s": (held + cached) * response / spent / 1e9,
+        "seconds_with_compiling": first,
+    }
+
+
 # What checks are made of
 
 
-def _actor(model: ModelConfig, dtype: str, *, rows: int, length: int, backend: Any = None) -> Actor:
+def _actor(
+    model: ModelConfig,
+    dtype: str,
+    *,
+    rows: int,
+    length: int,
+    backend: Any = None,
+    remat: Any = None,
+) -> Actor:
     mesh = backend.mesh if backend is not None else _mesh()
     small = dtype == "float32"
     return Actor(
@@ -525,7 +688,7 @@ def _actor(model: ModelConfig, dtype: str, *, rows: int, length: int, backend: A
             rows=rows,
             row_tokens=length,
             dtype="float32" if small else "bfloat16",
-            remat="none" if small else "full",
+            remat=remat or ("none" if small else "full"),
             logprob_chunk_tokens=min(length, 1024),
         ),
         optim=OptimConfig(),
@@ -541,16 +704,25 @@ def _mesh():
 
 
 def _sampler(
-    model: ModelConfig, dtype: str, *, slots: int, response: int, stops=(1,), **settings: Any
+    model: ModelConfig,
+    dtype: str,
+    *,
+    slots: int,
+    response: int,
+    prompt: int = 16,
+    stops=(1,),
+    length: int = 64,
+    tokens_per_dispatch: int = 16,
+    **settings: Any,
 ) -> Actor:
-    """An actor with random weights that is ready to sample."""
+    """An actor with random weights that is ready to sample, and to learn from rows of `length` tokens."""
     config = EngineConfig(
         slots=slots,
         smallest_bucket=slots,
         prefill_prompts=min(slots, 32),
-        max_prompt_tokens=16,
+        max_prompt_tokens=prompt,
         max_response_tokens=response,
-        tokens_per_dispatch=16,
+        tokens_per_dispatch=tokens_per_dispatch,
         stop_ids=stops,
         dtype="float32" if dtype == "float32" else "bfloat16",
         **settings,
@@ -559,20 +731,22 @@ def _sampler(
     actor = _actor(
         model,
         dtype,
-        rows=8,
-        length=64,
+        rows=8 if length == 64 else 1,
+        length=length,
         backend=OfflineBackend(sampler, functools.partial(map, str)),
     )
     actor.init()
     return actor
 
 
-def _sampled(actor: Actor, *, prompts: int, samples: int, step: int = 0):
+def _sampled(actor: Actor, *, prompts: int, samples: int, prompt: int = 16, step: int = 0):
     rng = np.random.default_rng(0)
     none = ("",) * prompts
     batch = Prompts(
         ids_N=np.arange(prompts),
-        tokens=tuple(rng.integers(2, actor.model.vocab_size, 16).astype(np.int32) for _ in none),
+        tokens=tuple(
+            rng.integers(2, actor.model.vocab_size, prompt).astype(np.int32) for _ in none
+        ),
         texts=none,
         answers=none,
         sources=none,
@@ -582,15 +756,20 @@ def _sampled(actor: Actor, *, prompts: int, samples: int, step: int = 0):
     )
 
 
-def _batch_of(sequences: list[np.ndarray], length: int, *, per_row: int = 1) -> TrainBatch:
-    """Sequences of at most `length / per_row` tokens in rows of `length`, for one update."""
+def _batch_of(
+    sequences: list[np.ndarray], length: int, *, per_row: int = 1, one_row: bool = False
+) -> TrainBatch:
+    """Sequences of at most `length / per_row` tokens in rows of `length`, for one update.
+
+    The rows are one microbatch, or with `one_row` a microbatch each.
+    """
     rows = -(-len(sequences) // per_row)
-    shape = (1, 1, rows, length)
+    shape = (1, rows, 1, length) if one_row else (1, 1, rows, length)
     fields = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
     share = length // per_row
     for i, tokens in enumerate(sequences):
         row, first = i // per_row, i % per_row * share
-        where = (0, 0, row, slice(first, first + len(tokens)))
+        where = (0, *((row, 0) if one_row else (0, row)), slice(first, first + len(tokens)))
         fields["tokens"][where] = tokens
         fields["positions"][where] = np.arange(len(tokens))
         fields["segment_ids"][where] = i % per_row + 1
@@ -598,7 +777,7 @@ def _batch_of(sequences: list[np.ndarray], length: int, *, per_row: int = 1) -> 
         **fields,
         sequence=np.where(fields["segment_ids"], 0, -1).astype(np.int32),
         loss_mask=(fields["positions"] > 0).astype(np.float32),
-        num_micro_U=np.ones(1, np.int32),
+        num_micro_U=np.full(1, shape[1], np.int32),
     )
     return TrainBatch.of(packed, advantage=np.ones(shape, np.float32))
 
@@ -624,7 +803,7 @@ def main() -> None:
     parser.add_argument("--part", choices=[*sorted(CHECKS), "lm"], required=True)
     parser.add_argument("--only", nargs="*", help="some checks, by their functions' names")
     parser.add_argument("--limit_s", type=float, default=480, help="no check begins after it")
-    parser.add_argument("--small", action="store_true", help="shapes for CPU")
+    parser.add_argument("--small", "--tiny", action="store_true", help="shapes for CPU")
     parser.add_argument("--executable", default="", help="a program stored on another machine")
     args, rest = parser.parse_known_args()
     if args.part == "lm":

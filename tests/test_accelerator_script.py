@@ -28,7 +28,8 @@ CHECKS = {
         "same_tokens",
         "tf32",
     },
-    "B": {"update", "decode", "decode_scanned", "executable", "demo"},
+    "B": {"executable", "demo"},
+    "C": {"decode_blocks", "decode", "update", "step", "experts_alone", "demo_lm"},
 }
 
 
@@ -51,5 +52,10 @@ def test_every_check_of_a_part(part):
         assert by_check["same_tokens"]["same"] == 1
         assert by_check["tf32"]["max"] < 1e-4
         assert all(line["error"] < 1e-5 for line in lines if "error" in line)
-    else:
+    elif part == "B":
         assert by_check["demo"]["left_out"] == "needs grain, ml_collections, tokenizers"
+    else:
+        assert len([line for line in lines if line["check"] == "update"]) == 3
+        assert by_check["step"]["update_seconds"] < by_check["step"]["step_seconds"]
+        assert by_check["experts_alone"]["ended"] == 0
+        assert by_check["demo_lm"]["left_out"]

@@ -25,8 +25,7 @@ class ModelNumbers:
       experts: parameters of all experts, split in the same way and over the expert axis.
       outside: parameters of embedding, head and first dense layers, split by tensor parallelism only.
       token_flops: operations of a token's forward pass, without attention to other tokens.
-      down_flops: those of the last product of each layer, which a backward pass does not need again; of
-        mixtures it does.
+      down_flops: those of the last product of each layer, which a backward pass does not need again.
       pair_flops: operations of attention between two tokens, all layers, without windows.
       width: D.
       kept_values: values per token of width D that the backward pass of a layer needs.
@@ -98,7 +97,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
         experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
-        down_flops=0.0 if model.num_experts else 2.0 * model.num_layers * width * model.d_ff,
+        down_flops=2.0 * model.num_layers * width * used,
         pair_flops=2.0 * model.num_heads * sum(layer.pair_dims for layer in layers),
         width=width,
         kept_values=float(2 * width),
