@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import posix
 import re
@@ -29,14 +30,22 @@ class UserError(ValueError):
 def exit_status(command: Callable[[], int]) -> int:
     """Calls a command and returns its exit status.
 
-    A UserError is printed in one line, with the status `EXIT_USER_ERROR`; that of Ctrl-C is
-    `EXIT_INTERRUPTED`. SystemExit with another status than 0 and all other exceptions pass through.
+    A UserError, or a path that is too long for the system, is printed in one line, with the status
+    `EXIT_USER_ERROR`; that of Ctrl-C is `EXIT_INTERRUPTED`. SystemExit with another status than 0 and all
+    other exceptions pass through.
     """
     try:
         with must_return():
             return command()
-    except UserError as error:
-        print("error: " + re.sub(r"\s*\n\s*", " ", str(error).strip()), file=sys.stderr)
+    except (UserError, OSError) as error:
+        message = str(error).strip()
+        if not isinstance(error, UserError):
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            message = f"the path {error.filename} is too long for a file system; shorten it"
+        # Nobody reads a path of 5,000 letters.
+        message = re.sub(r"(\S{100})\S{900,}", r"\1...", message)
+        print("error: " + re.sub(r"\s*\n\s*", " ", message), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

