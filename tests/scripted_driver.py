@@ -29,7 +29,7 @@ class ScriptedDriver:
       prompts: prompts of all requests so far, int32 [T] each.
     """
 
-    alive, load = True, (0, 0)
+    alive, load, max_waiting = True, (0, 0), 10_000
     counts = LiveCounts(*[0] * 7)
 
     def __init__(self, tokenizer: Tokenizer, say: Callable[[np.ndarray], np.ndarray]):

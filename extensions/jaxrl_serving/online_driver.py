@@ -118,6 +118,11 @@ class LiveText:
         return self._live.load
 
     @property
+    def max_waiting(self) -> int:
+        """The number of samples that may wait; a call for more can never be served."""
+        return self._live.max_waiting
+
+    @property
     def counts(self) -> LiveCounts:
         """The load, and the numbers of tokens so far."""
         return self._live.counts

@@ -136,7 +136,7 @@ class LiveLoop:
           max_waiting: maximum number of samples that wait for a slot; more are refused.
         """
         self._engine = engine
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._numbers = itertools.count()
         # Shared between threads of the first process; guarded by the condition.
         self._changed = threading.Condition()
@@ -216,11 +216,8 @@ class LiveLoop:
                     f"logit_bias has token id {unknown[0]}; this model's go from 0 to {vocabulary - 1}: use "
                     "its own tokenizer"
                 )
-        if not 0 < options.num_samples <= self._max_waiting:
-            raise UserError(
-                f"{options.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
-                "for as many"
-            )
+        if options.num_samples < 1:
+            raise UserError(f"{options.num_samples} samples of a prompt; ask for 1 or more")
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Queues a request.
@@ -246,13 +243,17 @@ class LiveLoop:
         for request, _ in requests:
             self.check(request)
         wanted = sum(request.options.num_samples for request, _ in requests)
+        if wanted > self.max_waiting:
+            raise UserError(
+                f"{wanted} samples at once, and no more than {self.max_waiting} may wait; ask for fewer"
+            )
         with self._changed:
             if not self._accepting:
                 raise Stopped("the server is stopping and takes no requests")
-            if self._num_waiting + wanted > self._max_waiting:
+            if self._num_waiting + wanted > self.max_waiting:
                 raise Overloaded(
                     f"{self._num_waiting} samples wait already and {wanted} would come on top, but no more "
-                    f"than {self._max_waiting} may; come again later"
+                    f"than {self.max_waiting} may; come again later"
                 )
             tickets = []
             for request, listener in requests:

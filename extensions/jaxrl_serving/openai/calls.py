@@ -108,6 +108,7 @@ class RequestReader:
       tokenizer, model, sizes: the model's tokenizer, its name in requests, and the sizes of its engine.
       prompts: where the prompts of chats come from.
       parser: parser of the model's answers.
+      max_waiting: number of samples that may wait at the server.
     """
 
     tokenizer: Tokenizer
@@ -115,6 +116,7 @@ class RequestReader:
     sizes: EngineConfig
     prompts: ChatPrompts
     parser: AnswerParser
+    max_waiting: int = 10_000
 
     def completion(self, body: Json, keys: Sequence[str] = ()) -> Call:
         """Parses the body of POST /v1/completions."""
@@ -384,11 +386,12 @@ class RequestReader:
         self, sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int
     ) -> None:
         sizes = self.sizes
-        if not 1 <= sampling.n * len(prompts) <= _MAX_CHOICES:
+        most_choices = min(_MAX_CHOICES, self.max_waiting)
+        if not 1 <= sampling.n * len(prompts) <= most_choices:
             raise ApiError(
-                f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {_MAX_CHOICES} "
-                "choices",
-                param="n",
+                f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {most_choices} "
+                "choices at once; ask for fewer",
+                param="prompt" if len(prompts) > most_choices else "n",
             )
         if sampling.min_tokens > max_tokens:
             raise ApiError(

@@ -148,7 +148,7 @@ def build_app(
     """
     parser = AnswerParser(tokenizer)
     source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
-    reader = RequestReader(tokenizer, model, sizes, source, parser)
+    reader = RequestReader(tokenizer, model, sizes, source, parser, driver.max_waiting)
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load

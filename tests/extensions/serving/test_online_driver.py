@@ -288,6 +288,13 @@ def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
         assert answer(driver, REQUESTS[0]).tokens(2) == alone[0].tokens(2)
 
 
+def test_a_call_for_more_samples_than_may_wait_is_no_matter_of_time(engine):
+    with OnlineDriver(engine, weights(), spell, max_waiting=3) as driver:
+        calls = [(request_of(num_samples=2), print)] * 2
+        with pytest.raises(UserError, match="4 samples at once, and no more than 3 may wait"):
+            driver.submit_all(calls)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -295,7 +302,7 @@ def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
         ({"prompt": (3,) * 25}, "has 25 tokens; this server takes 1 to 24: shorten it"),
         ({"prompt": (3, 14)}, "ids from 3 to 14; this model's go from 0 to 13"),
         ({"max_tokens": 41}, "max_tokens 41: this server gives 1 to 40"),
-        ({"num_samples": 0}, "0 samples of a prompt: this server gives 1 to 10000"),
+        ({"num_samples": 0}, "0 samples of a prompt; ask for 1 or more"),
     ],
 )
 def test_what_can_never_be_served_is_refused(changes, message, driver):

@@ -10,13 +10,15 @@ from extras import import_extra
 for package in ("pydantic", "starlette", "uvicorn"):
     import_extra("dev", package)
 
-from scripted_driver import sizes_of  # noqa: E402
+from scripted_driver import ScriptedDriver, sizes_of  # noqa: E402
+from starlette.testclient import TestClient  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl_serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl_serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
+from jaxrl_serving.openai.endpoint import build_app  # noqa: E402
 from jaxrl_serving.openai.protocol import ApiError  # noqa: E402
 
 SIZES = sizes_of(60, 40, 64)
@@ -293,3 +295,37 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(read, prompt, monkeyp
     check(error)
     assert error.body["error"]["code"] == "context_length_exceeded"
     assert sum(seen) < 1000
+
+
+HELLO = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "asked"),
+    [
+        ("/v1/completions", {"prompt": "x", "n": 4}, "n", "1 prompts with n 4"),
+        ("/v1/completions", {"prompt": ["x"] * 4}, "prompt", "4 prompts with n 1"),
+        ("/v1/completions", {"prompt": [[1]] * 4, "n": 2}, "prompt", "4 prompts with n 2"),
+        ("/v1/completions", {"prompt": ["x"] * 2, "n": 2}, "n", "2 prompts with n 2"),
+        ("/v1/completions", {"prompt": "x", "best_of": 4}, "best_of", "best_of 4"),
+        ("/v1/chat/completions", HELLO | {"n": 4}, "n", "1 prompts with n 4"),
+        ("/v1/chat/completions", HELLO | {"n": 4, "stream": True}, "n", "1 prompts with n 4"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"n": 4}},
+            "sampling_params.n",
+            "1 prompts with n 4",
+        ),
+    ],
+)
+def test_more_samples_than_may_ever_wait_are_refused_by_name(path, body, param, asked):
+    tokenizer = chat_tokenizer(CHATML)
+    driver = ScriptedDriver(tokenizer, lambda prompt: tokenizer.encode("y"))
+    driver.max_waiting = 3
+    app = build_app(driver, tokenizer, "m", WIDE, max_body_bytes=1000)  # pyright: ignore
+    answer = TestClient(app).post(path, json={"model": "m", **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert asked in error["message"]
+    assert param == "best_of" or "gives 1 to 3 choices at once" in error["message"]
+    assert not driver.prompts
