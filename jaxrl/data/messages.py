@@ -34,6 +34,13 @@ ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
 # The first is the one that templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FIELDS = ("role", "content", "name", *_REASONING, "tool_calls", "tool_call_id")
+# What servers and their clients keep beside a message. No model reads it.
+_BESIDE = (
+    *("annotations", "cache_control", "citations", "extra_content", "metadata", "parsed"),
+    *("provider_specific_fields", "reasoning_details", "reasoning_items", "thinking_blocks"),
+    *("created", "created_at", "id", "index", "model", "object", "status", "timestamp", "usage"),
+    *("finish_reason", "logprobs", "prompt_token_ids", "refusal", "stop_reason", "token_ids"),
+)
 
 
 class MessageFault(UserError):
@@ -59,7 +66,8 @@ def read_message(value: Any) -> dict[str, Any]:
     {"name": "add", "arguments": {"a": 1}}}]}.
 
     The content is a text: parts are joined, and null, which only the assistant may have, is "". Fields
-    without a value (null, "", [], ...) are left out, whatever their names are.
+    without a value (null, "", [], ...) are left out, whatever their names are, and so is what servers keep
+    beside a message (`_BESIDE`). A refusal is the content of a message that has no other.
 
     Raises:
       MessageFault: It is no message, has a role that is not one of `ROLES`, or another field with a value.
@@ -67,7 +75,7 @@ def read_message(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise MessageFault(f"is {shown(value)}; it must be an object with a role and a content")
     for name, item in value.items():
-        if name not in _FIELDS and item:
+        if name not in _FIELDS and name not in _BESIDE and item:
             raise MessageFault(
                 f"is no field of a message; it can have {', '.join(_FIELDS)}", str(name)
             )
@@ -76,7 +84,7 @@ def read_message(value: Any) -> dict[str, Any]:
         raise MessageFault(f"is {shown(role)}; it must be one of {', '.join(ROLES)}", "role")
     content = value.get("content")
     if content is None and role == ASSISTANT:
-        content = ""
+        content = value.get("refusal") or ""
     if not isinstance(content, str):
         content = _joined(content)
     read = {"role": role, "content": _encodable(content, "content")}
@@ -97,7 +105,9 @@ def read_message(value: Any) -> dict[str, Any]:
 
 def _joined(parts: Any) -> str:
     texts = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        part.get(part["type"])
+        if isinstance(part, Mapping) and part.get("type") in ("text", "refusal")
+        else None
         for part in (parts if isinstance(parts, Sequence) else [None])
     ]
     if not all(isinstance(text, str) for text in texts):

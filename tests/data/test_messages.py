@@ -48,6 +48,19 @@ def of_request(messages):
         ({**SAID, "name": None, "tool_call_id": None}, SAID),
         ({**SAID, "name": "Ada"}, {**SAID, "name": "Ada"}),
         ({**SAID, "refusal": None, "annotations": [], "audio": None, "metadata": {}}, SAID),
+        (
+            {**SAID, "refusal": "no", "annotations": [{"type": "url_citation"}], "id": "m1"}
+            | {"provider_specific_fields": {"a": 1}, "reasoning_details": [{"text": "Hm."}]},
+            SAID,
+        ),
+        (
+            {"role": "assistant", "content": None, "refusal": "No."},
+            {"role": "assistant", "content": "No."},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": "No."},
+        ),
         ({**SAID, "content": None}, {**SAID, "content": ""}),
         ({"role": "assistant"}, {**SAID, "content": ""}),
         ({**SAID, "reasoning": "r"}, {**SAID, "reasoning_content": "r"}),
@@ -114,6 +127,8 @@ def test_results_of_tools_are_read_alike(tmp_path):
             "must be a text",
         ),
         ({**SAID, "content": "\ud800"}, "content", "is no text: 'utf-8'"),
+        ({**SAID, "audio": {"id": "a"}}, "audio", "is no field of a message; it can have role"),
+        ({**SAID, "function_call": {"name": "f"}}, "function_call", "is no field of a message"),
         ({**SAID, "weight": 1}, "weight", "is no field of a message; it can have role, content"),
         ({**SAID, "reasoning": {"effort": 1}}, "reasoning_content", "it must be a text"),
         ({**SAID, "name": 5}, "name", "is 5; it must be a text"),

@@ -124,9 +124,13 @@ class RequestReader:
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 self._check_length(prompt)
+        given = request.prompts
+        if request.add_special_tokens:
+            encode = self.tokenizer.backend.encode
+            given = [encode(prompt).ids if isinstance(prompt, str) else prompt for prompt in given]
         prompts = [
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int32)
-            for prompt in request.prompts
+            for prompt in given
         ]
         max_tokens = request.max_tokens
         if max_tokens is None:
@@ -134,10 +138,9 @@ class RequestReader:
         only_echo = request.echo and max_tokens == 0
         echoes = ()
         if request.echo:
-            given = zip(request.prompts, prompts, strict=True)
             echoes = tuple(
                 text if isinstance(text, str) else "".join(self.parser.pieces(ids))
-                for text, ids in given
+                for text, ids in zip(request.prompts, prompts, strict=True)
             )
         return Call(
             self._requests(request, prompts, 1 if only_echo else max_tokens),

@@ -1,9 +1,9 @@
 """OpenAI's requests as types: `CompletionRequest` and `ChatRequest`; vLLM's `GenerateRequest` of token ids.
 
 The field descriptions of the request types define what a valid body holds. An unsupported field is accepted
-only at its default, because clients send their defaults. `null` means the default, as with OpenAI. Besides
-OpenAI's fields there are `top_k`, `min_p`, `min_tokens`, `repetition_penalty`, `return_token_ids` and
-`chat_template_kwargs`, named as in other servers.
+only at values that change nothing (`_NEUTRAL`), because clients send their defaults. `null` means the
+default, as with OpenAI. Besides OpenAI's fields there are `top_k`, `min_p`, `min_tokens`,
+`repetition_penalty`, `return_token_ids` and `chat_template_kwargs`, named as in other servers.
 
 Not checked here: everything that depends on the model (its name, its tokens, its longest prompt), and the
 ranges of sampling settings such as `top_p`, which the sampler checks. OpenAI's own package is not used: it
@@ -182,6 +182,51 @@ def _check_format(form: dict[str, Any]) -> dict[str, Any]:
     return form
 
 
+# Fields of OpenAI's, vLLM's and SGLang's requests that a type here does not have, by the values at which they
+# change nothing; None stands for all values. `null` changes nothing anywhere.
+_NEUTRAL: Mapping[str, Sequence[Any] | None] = {
+    name: values
+    for values, names in (
+        (
+            None,
+            "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options "
+            "prompt_cache_retention request_id session_id cache_salt truncation_side return_mm_kwargs "
+            "return_token_offsets spaces_between_special_tokens",
+        ),
+        (
+            (),
+            "audio moderation prediction web_search_options allowed_token_ids chat_template features "
+            "logprob_token_ids prompt_embeds repetition_detection structural_tag thinking_token_budget "
+            "truncate_prompt_tokens guided_json guided_regex guided_choice guided_grammar ebnf regex "
+            "lora_path session_params",
+        ),
+        (
+            (False,),
+            "add_special_tokens continuous_usage_stats early_stopping echo flat_logprobs include_obfuscation "
+            "no_stop_trim return_hidden_states return_prompt_text return_tokens_as_token_ids stream "
+            "use_beam_search watermarking",
+        ),
+        (
+            (True,),
+            "detokenize include_reasoning separate_reasoning skip_special_tokens stream_reasoning",
+        ),
+        ((True, False), "parallel_tool_calls"),
+        ((0,), "priority routed_experts_prompt_start top_logprobs"),
+        ((1,), "best_of length_penalty stream_interval"),
+        (("",), "suffix"),
+        (("medium",), "verbosity"),
+        (("none", "auto"), "function_call tool_choice"),
+        (([],), "bad_words documents functions logits_processors tools"),
+        (([], ["text"]), "modalities"),
+        (
+            ({},),
+            "ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs structured_outputs "
+            "vllm_xargs",
+        ),
+    )
+    for name in names.split()
+}
+
 _Text = Annotated[str, AfterValidator(_check_encodes)]
 _Stop = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 # JSON integers have no limit; these types have the range of the sampler's.
@@ -191,7 +236,6 @@ _Int64 = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 _NUMBER, _INT32 = "a number below 1e9", "an integer of 32 bits"
 # Report only the first wrong item of a long list.
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-_EmptyList = Annotated[list[Any], Field(max_length=0)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _NumTop = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 _NUM_TOP = f"an integer from 0 to {MOST_TOP_LOGPROBS}"
@@ -207,15 +251,24 @@ class _RequestPart(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given_fields(cls, body: Any) -> Any:
-        """Removes nulls; refuses the first unknown field."""
+        """Removes nulls and what changes nothing; refuses the first other field that is not here."""
         if not isinstance(body, dict):
             return body
         # Not `model_fields`, whose look-up takes longer than the rest.
         fields = cls.__pydantic_fields__
         for name, value in body.items():
             # Clients send null for what they have not set, and some set what others read.
-            if name not in fields and name not in cls.IGNORED and value is not None:
+            if name in fields or name in cls.IGNORED or value is None:
+                continue
+            if name not in _NEUTRAL:
                 raise _refused("is no field of this request", _short(name))
+            neutral = _NEUTRAL[name]
+            # The best of as many samples as there are choices are these.
+            if name == "best_of" and "n" in body:
+                neutral = (1, body["n"])
+            if neutral is not None and value not in neutral:
+                rule = "this server does not have it; leave it out"
+                raise _refused(rule, name, after=f" {reprlib.repr(value)}: ")
         return {name: value for name, value in body.items() if name in fields and value is not None}
 
 
@@ -341,18 +394,6 @@ class _Request(Sampling):
         default={"type": "text"}, description="an object with a type"
     )
 
-    # They do not affect an answer.
-    IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-
-    # Not supported; accepted only at their defaults.
-    best_of: Literal[1] = 1
-    suffix: Literal[""] = ""
-    functions: _EmptyList = Field(default_factory=list)
-    function_call: Literal["none", "auto"] = "none"
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    prediction: None = None
-    audio: None = None
-
     @model_validator(mode="after")
     def _scores_whole_answers(self) -> _Request:
         if self.stream and self.prompt_logprobs is not None:
@@ -374,12 +415,6 @@ class _Request(Sampling):
 class CompletionRequest(_Request):
     """The body of POST /v1/completions."""
 
-    # For chats only.
-    tools: _EmptyList = Field(default_factory=list)
-    tool_choice: Literal["none", "auto"] = "none"
-    parallel_tool_calls: bool = True
-    top_logprobs: Literal[0] = 0
-
     prompt: (
         _Text
         | Annotated[_TokenIds, Field(min_length=1)]
@@ -390,6 +425,7 @@ class CompletionRequest(_Request):
     )
     logprobs: _NumTop | None = Field(default=None, description=_NUM_TOP)
     echo: bool = Field(default=False, description="true or false")
+    add_special_tokens: bool = Field(default=False, description="true or false")
 
     @property
     def num_top(self) -> int:
@@ -436,9 +472,6 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool = Field(default=True, description="true or false")
     add_generation_prompt: bool = Field(default=True, description="true or false")
     continue_final_message: bool = Field(default=False, description="true or false")
-
-    # Not supported; accepted only at its default.
-    echo: Literal[False] = False
 
     @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
@@ -516,10 +549,6 @@ class SamplingParams(Sampling):
         "routed_experts_prompt_start",
     )
 
-    # Not supported; accepted only at their defaults.
-    bad_words: _EmptyList = Field(default_factory=list)
-    structured_outputs: None = None
-
 
 class GenerateRequest(_RequestPart):
     """The body of POST /inference/v1/generate."""
@@ -530,13 +559,8 @@ class GenerateRequest(_RequestPart):
     )
     sampling_params: SamplingParams = Field(default=SamplingParams(), description="an object")
 
-    # Known prefixes are reused anyway, and all requests wait alike.
-    IGNORED = ("request_id", "cache_salt", "priority")
-
-    # Not supported; accepted only at their defaults.
-    stream: Literal[False] = False
-    features: None = None
-    kv_transfer_params: None = None
+    # All requests wait alike.
+    IGNORED = ("priority",)
 
 
 class TokenizeRequest(_RequestPart):
@@ -598,9 +622,6 @@ def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestTyp
     shown = reprlib.repr(value) if isinstance(value, str | int | float) else ""
     if found["type"] == "value_error":
         message = f"{where} is no text: {context['error']}"
-    elif rule is None:
-        shown = "" if value is None else f" {reprlib.repr(value)}"
-        message = f"{where}{shown}: this server does not have it; leave it out"
     else:
         message = f"{where} is {shown}; it must be {rule}" if shown else f"{where} must be {rule}"
     raise ApiError(message, param=where) from invalid

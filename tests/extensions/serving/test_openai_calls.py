@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from chats import CHATML, chat_tokenizer
 from extras import import_extra
 
@@ -329,3 +330,20 @@ def test_more_samples_than_may_ever_wait_are_refused_by_name(path, body, param, 
     assert asked in error["message"]
     assert param == "best_of" or "gives 1 to 3 choices at once" in error["message"]
     assert not driver.prompts
+
+
+def test_special_tokens_are_added_to_a_completion_if_they_are_asked_for():
+    tokenizer = chat_tokenizer(CHATML)
+    begin = tokenizer.special_tokens["eos_token"]
+    number = int(tokenizer.encode(begin)[0])
+    add = tokenizers.processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, number)])
+    tokenizer.backend.post_processor = add
+
+    def prompts(**fields):
+        found = outcome("completion", {"prompt": ["a", "b"], **fields}, WIDE, tokenizer)
+        return [request.prompt.tolist() for request in found.requests]
+
+    a, b = prompts()
+    assert prompts(add_special_tokens=False) == [a, b] and number not in a
+    assert prompts(add_special_tokens=True) == [[number, *a], [number, *b]]
+    assert prompts(add_special_tokens=True, prompt=a) == [a]

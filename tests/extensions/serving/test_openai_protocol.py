@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import reprlib
 
 import numpy as np
 import pytest
@@ -71,6 +72,71 @@ def test_what_clients_send_without_meaning_anything_is_taken():
         "user",
         "assistant",
     ]
+
+
+# What vLLM's types hold when nothing is set, without what is null there, and what they are never here.
+OF_BOTH = {
+    "use_beam_search": (False, True),
+    "length_penalty": (1.0, 0.5),
+    "skip_special_tokens": (True, False),
+    "bad_words": ([], ["no"]),
+    "priority": (0, 1),
+    "stream_interval": (1, 4),
+    "best_of": (1, 2),
+    "modalities": (["text"], ["text", "audio"]),
+    "truncate_prompt_tokens": (None, 9),
+    "allowed_token_ids": (None, [1]),
+    "structured_outputs": (None, {"regex": "a"}),
+    "guided_json": (None, {}),
+    "watermarking": (None, True),
+    "return_tokens_as_token_ids": (None, True),
+    "web_search_options": (None, {}),
+    "prediction": (None, {"type": "content", "content": "x"}),
+    "verbosity": ("medium", "low"),
+    "function_call": ("none", {"name": "f"}),
+}
+OF_A_CHAT = {
+    "echo": (False, True),
+    "add_special_tokens": (False, True),
+    "include_reasoning": (True, False),
+    "documents": (None, [{"text": "x"}]),
+    "chat_template": (None, "{{ messages }}"),
+    "separate_reasoning": (True, False),
+}
+OF_NEITHER = {
+    "spaces_between_special_tokens": False,
+    "store": True,
+    "metadata": {"run": "1"},
+    "service_tier": "priority",
+    "request_id": "r",
+    "cache_salt": "s",
+    "prompt_cache_retention": "24h",
+}
+SET = {"min_tokens": 0, "min_p": 0, "seed": None, "stream_options": None, "top_k": -1, "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("read", "fields"), [(completion, OF_BOTH), (chat, OF_BOTH | OF_A_CHAT)], ids=["text", "chat"]
+)
+def test_a_field_at_the_value_that_changes_nothing_is_taken_and_no_other(read, fields):
+    nothing = {name: neutral for name, (neutral, _) in fields.items()}
+    # Not even a trace of them is left.
+    assert read(**SET, **nothing, **OF_NEITHER) == read(**SET)
+    for name, (_, other) in fields.items():
+        check_refused(read, {name: other}, f"{name} {reprlib.repr(other)}: this server does not")
+
+
+def test_the_best_of_as_many_samples_as_choices_are_these():
+    assert completion(n=4, best_of=4) == completion(n=4)
+    check_refused(completion, {"n": 4, "best_of": 8}, "best_of 8: this server does not have it")
+
+
+def test_options_of_a_stream_have_defaults_of_other_servers():
+    usage = {"include_usage": True}
+    others = {"include_obfuscation": False, "continuous_usage_stats": False}
+    assert chat(stream_options=usage | others) == chat(stream_options=usage)
+    with pytest.raises(ApiError, match=r"^stream_options.continuous_usage_stats True: this server"):
+        chat(stream_options={"continuous_usage_stats": True})
 
 
 def test_parts_of_a_message_are_joined():
