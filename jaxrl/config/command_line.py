@@ -156,8 +156,8 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
     if isinstance(value, str):
         value = _parsed(value, kind)
     if config_tree.group_class(kind) and value is not None:
-        inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
-        raise UserError(f'"{name}" is a group of settings; set one of {", ".join(inside)}')
+        inside = [f"{name}.{leaf}" for leaf in config_tree.names_inside(kind)]
+        raise config_tree.GroupGiven(name, config_tree.meant_by_group(config_class, name) or inside)
     node: Any = tree
     *groups, leaf = name.split(".")
     in_table = False

@@ -149,9 +149,12 @@ def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
     except ValidationError as error:
         for fault in error.errors():
             # First of all: a misspelt name explains the other errors.
+            name = ".".join(map(str, fault["loc"]))
             if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-                name = ".".join(map(str, fault["loc"]))
                 raise UnknownSetting(name, names_near(cls, name)) from None
+            is_group = fault["type"] in ("dataclass_type", "dict_type")
+            if near := is_group and meant_by_group(cls, name):
+                raise GroupGiven(name, near) from None
         raise UserError(checks.fault_of(error, values)) from None
 
 
@@ -230,7 +233,36 @@ class UnknownSetting(UserError):
 def names_near(cls: type, name: str) -> set[str]:
     """Dotted names of all settings of `cls`, and of those beside `name` if it is in an entry of a dict."""
     group = name.rpartition(".")[0]
-    return {*leaf_types(cls), *(f"{group}.{leaf}" for leaf in _fields(setting_type(cls, group)))}
+    beside = names_inside(setting_type(cls, group))
+    return {*leaf_types(cls), *(f"{group}.{leaf}" for leaf in beside)}
+
+
+def meant_by_group(cls: type, name: str) -> list[str]:
+    """The settings that a group or a table of groups may be taken for; [] if none are known."""
+    known = leaf_types(cls).keys()
+    # An entry of a table may have any name.
+    is_ours = any(f"{leaf}.".startswith(f"{name}.") for leaf in known)
+    return _meant(name, known) if is_ours else []
+
+
+class GroupGiven(UserError):
+    """A group of settings got a value."""
+
+    def __init__(self, name: str, near: Iterable[str]):
+        super().__init__(
+            f'"{name}" is a group of settings; near: {", ".join(near)} (--help lists all settings)'
+        )
+
+
+def _meant(name: str, known: Set[str]) -> list[str]:
+    """Up to three settings that TRL, verl or others call so, nearest first."""
+    parts = name.lower().replace("-", "_").split(".")
+    # verl's names have groups in front: actor_rollout_ref.actor.optim.lr.
+    theirs = (_other_names().get(".".join(parts[n:])) for n in range(len(parts)))
+    meant = next(filter(None, theirs), ())
+    return [x for x in meant if {x, x.rpartition(".")[0], x.partition(".NAME")[0]} & known][
+        :_NUM_NEAR
+    ]
 
 
 def near_settings(name: str, known: Set[str]) -> list[str]:
@@ -239,13 +271,10 @@ def near_settings(name: str, known: Set[str]) -> list[str]:
     Similarity is measured on the whole dotted name and on its last part alone. So a correct last part in
     the wrong group is found too.
     """
-    parts = name.lower().replace("-", "_").split(".")
-    # verl's names have groups in front: actor_rollout_ref.actor.optim.lr.
-    theirs = (_other_names().get(".".join(parts[n:])) for n in range(len(parts)))
-    meant = [x for x in next(filter(None, theirs), ()) if {x, x.rpartition(".")[0]} & known]
-    if meant:
-        return meant[:_NUM_NEAR]
-    leaves = difflib.get_close_matches(parts[-1], {x.rpartition(".")[2] for x in known})
+    if meant := _meant(name, known):
+        return meant
+    last = name.lower().replace("-", "_").rpartition(".")[2]
+    leaves = difflib.get_close_matches(last, {x.rpartition(".")[2] for x in known})
     same = [x for leaf in leaves for x in sorted(known) if x.rpartition(".")[2] == leaf]
     near = difflib.get_close_matches(name, known) + difflib.get_close_matches(name, same, cutoff=0)
     return list(dict.fromkeys(near))[:_NUM_NEAR]
@@ -265,11 +294,11 @@ def setting_type(cls: type, name: str) -> Any:
     for part in name.split("."):
         inner = bare(kind)
         entry = (typing.get_args(inner) or (str, Any))[1] if is_dict(inner) else None
-        kind = _fields(inner).get(part, entry)
+        kind = names_inside(inner).get(part, entry)
     return kind
 
 
-def _fields(kind: Any) -> dict[str, Any]:
+def names_inside(kind: Any) -> dict[str, Any]:
     """The annotation of each setting of a group; {} for what is no group."""
     kind = bare(kind)
     is_group = dataclasses.is_dataclass(kind) or is_typeddict(kind)

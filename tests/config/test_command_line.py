@@ -196,7 +196,7 @@ def test_a_recipe_may_take_an_argument_and_build_on_another(recipe, tmp_path):
         ("--config.optm.lr=1", 'unknown setting "optm.lr"; near: optim.lr'),
         ("--config.shape[0]=1", 'unknown setting "shape[0]"; near: '),
         ("--config.options.levle=1", "near: options.level"),
-        ("--config.optim={}", '"optim" is a group of settings; set one of optim.lr, optim.lr_w'),
+        ("--config.optim={}", '"optim" is a group of settings; near: optim.lr (--help'),
         ("--config.critic.width=2", "its group is None in this recipe"),
         ("--config.critic.widht=2", 'unknown setting "critic.widht"; near: critic.width'),
         ("--config.seed", "--config.seed has no value"),

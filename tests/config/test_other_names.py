@@ -6,8 +6,8 @@ import re
 import pytest
 
 from jaxrl.api import build_config
-from jaxrl.config.command_line import load_config, run
-from jaxrl.config.config_tree import leaf_types, near_settings, setting_type
+from jaxrl.config.command_line import load_config, load_recipe, run
+from jaxrl.config.config_tree import group_class, leaf_types, near_settings, setting_type
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 
@@ -77,6 +77,9 @@ def test_every_setting_of_the_file_exists():
         ("kl_coef", "algorithm.kl.loss_coef"),
         ("beta", "algorithm.kl.loss_coef"),
         ("temperature", "rollout.temperature"),
+        ("top_k", "rollout.top_k, evaluation.top_k"),
+        ("lr_scheduler_type", "optim.lr_schedule, optim.lr_decay_steps, optim.lr_final"),
+        ("prompt_key", "data.train.fields, data.evaluation.fields"),
         ("epsilon_high", "algorithm.loss_options.clip_high"),
         ("clip_ratio_low", "algorithm.loss_options.clip_low"),
         ("warmup_ratio", "optim.lr_warmup_steps"),
@@ -89,6 +92,7 @@ def test_a_name_of_another_program_is_told_ours(given, meant, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf'^unknown setting "{given}"; near: {meant}(,|$)'):
         load_config(Config, "grpo_tiny", {given: "1"})
+    meant = meant.partition(",")[0]
     with pytest.raises(
         UserError, match=rf"^unknown flag --{given}; near: --config\.{meant}=VALUE "
     ):
@@ -97,6 +101,66 @@ def test_a_name_of_another_program_is_told_ours(given, meant, tmp_path, monkeypa
         keyword = {"run.num_steps": "num_steps"}.get(meant, meant.replace(".", "__"))
         with pytest.raises(UserError, match=f"^unknown keyword .*near: {keyword}="):
             build_config("grpo_tiny", **{given.replace(".", "__"): 1})
+
+
+GROUPS = sorted(
+    {
+        group
+        for leaf in leaf_types(Config)
+        for parts in [leaf.split(".")]
+        for group in (".".join(parts[:n]) for n in range(1, len(parts)))
+        if group_class(setting_type(Config, group))
+    }
+)
+OF_GROUPS = {
+    "model": "weights",
+    "model.lora": "model.lora.rank",
+    "data": "data.train.path",
+    "data.evaluation": "data.evaluation.path",
+    "reward": "reward.grader",
+    "reward.judge": "reward.judge.model",
+    "optim": "optim.kind",
+    "sft": "sft.path",
+    "sft.optim": "sft.optim.kind",
+    "algorithm": "algorithm.dataflow, algorithm.advantage",
+    "algorithm.kl": "algorithm.kl.loss_coef",
+    "mesh": "mesh.train",
+    "train": "data.train.path",
+    "run": "name",
+    "reward.functions": "reward.functions.NAME.path",
+    "data.sources": "data.sources.NAME.path",
+    "placement": "placement.NAME.roles",
+}
+
+
+def test_every_group_that_may_be_taken_for_a_setting_leads_to_one():
+    names = {name: ours for name, *ours in COMMON}
+    assert len(GROUPS) > 20 and {*GROUPS} >= {x for x in OF_GROUPS if "NAME" not in OF_GROUPS[x]}
+    for group in GROUPS:
+        parts = group.split(".")
+        rows = (names.get(".".join(parts[n:])) for n in range(len(parts)))
+        assert next(filter(None, rows), None), f"{group} has no row"
+
+
+@pytest.mark.parametrize("group", OF_GROUPS)
+def test_a_group_that_is_taken_for_a_setting_is_told_which(group):
+    told = rf'^"{group}" is a group of settings; near: {OF_GROUPS[group]}[, ]'
+    with pytest.raises(UserError, match=told):
+        load_config(Config, "grpo_tiny", {group: "x"})
+    *outer, last = group.split(".")
+    node = recipe = load_recipe("grpo_tiny")
+    for name in outer:
+        node = node[name]
+    node[last] = "x"
+    with pytest.raises(UserError, match=told):
+        load_config(Config, recipe, {})
+
+
+def test_an_entry_of_a_table_is_told_its_settings():
+    """Not those that a group of its name may be taken for."""
+    told = '^"data.sources.model" is a group of settings; near: data.sources.model.source, '
+    with pytest.raises(UserError, match=told):
+        load_config(Config, "grpo_tiny", {"data.sources.model": "x.jsonl"})
 
 
 def test_a_misspelt_flag_is_told_the_flag():
