@@ -2,7 +2,7 @@
 
     .jsonl .json              JSON, an object a line or one list of objects
     .csv .tsv                 a line of names, then a row a line; every value is the text that stands there
-    .jsonl.gz .csv.zst ...    these, compressed by gzip, bzip2, zstd or lz4
+    .jsonl.gz .csv.zst ...    these, compressed by gzip, bzip2, xz, zstd or lz4
     .parquet                  Parquet
     .arrow .feather           Arrow, streams and files
     folder with state.json    the Arrow files that `datasets.save_to_disk` writes; read without that package
@@ -21,9 +21,11 @@ import functools
 import hashlib
 import io
 import json
+import lzma
 import os
 import pathlib
 import re
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -45,8 +47,26 @@ _COMPRESSIONS = {
     b"BZh": "bz2",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
+    # Of the standard library: pyarrow has none.
+    b"\xfd7zX": "xz",
+    b"\x5d\x00\x00": "xz",
 }
-_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".lz4")
+_BROKEN = (OSError, EOFError, lzma.LZMAError)
+# The first bytes of what is no file of rows, what it is, and what to do.
+_OTHERS = {
+    rb"version https://git-lfs": "a pointer of Git LFS; get the file that it stands for by: git lfs pull",
+    rb"/annex/objects/": "a pointer of git-annex; get the file that it stands for by: git annex get",
+    rb"(\xef\xbb\xbf)?\s*<(?i:!doctype|html|head|body|\?xml|error)": "a web page, often of an error; "
+    "download the file again (on the hub by its address with /resolve/)",
+    rb"PK\x03\x04|PK\x05\x06": "a zip archive or an Excel workbook; unpack it, or save its sheet as CSV",
+    rb"\xd0\xcf\x11\xe0": "an Excel workbook; save its sheet as CSV",
+    rb"7z\xbc\xaf|Rar!|.{257}ustar": "an archive; unpack it, and name a file or the folder",
+    rb"\x1f\x9d|\xff\x06\0\0sNaPpY": "compressed in a way that is not read here; unpack it",
+    rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16 or no text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    rb"\x80[\x02-\x05]|\x93NUMPY|\x89HDF|SQLite format 3\0|ORC[^ -~]|Obj\x01|FEA1\0|%PDF": "no file of rows; "
+    "write them as JSONL or Parquet, for instance by pandas",
+}
 _EXAMPLE = '{"problem": ..., "answer": ...}'
 _AGAIN = "copy the published file again"
 # Rows that are converted to Python objects at once.
@@ -229,8 +249,8 @@ def _kind_of(path: pathlib.Path, example: str) -> str:
     suffix = _suffix(path)
     with _opened(path, absent=absent) as file:
         try:
-            start = file.read(64)
-        except OSError as error:
+            start = file.read(512)
+        except _BROKEN as error:
             raise UserError(f"{path} is broken ({one_line(error)}); {_AGAIN}") from error
         is_compressed = not isinstance(file.raw, io.FileIO)
     is_table = start.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
@@ -238,6 +258,9 @@ def _kind_of(path: pathlib.Path, example: str) -> str:
         raise UserError(
             f"{path} is a compressed table; unpack it, since Parquet and Arrow are read in parts"
         )
+    for first, told in {} if is_table else _OTHERS.items():
+        if re.match(first, start, re.DOTALL):
+            raise UserError(f"{path} is {told}")
     if start.startswith(b"PAR1") or suffix == ".parquet":
         return "Parquet"
     # A stream of Arrow begins with four bytes of ones.
@@ -263,22 +286,29 @@ def _opened(path: pathlib.Path, *, absent: str = _AGAIN) -> io.BufferedReader:
     found = (name for first, name in _COMPRESSIONS.items() if start.startswith(first))
     if (name := next(found, None)) is None:
         return path.open("rb")
+    if name == "xz":
+        return io.BufferedReader(typing.cast("Any", lzma.LZMAFile(path)))
     packed: Any = pa.CompressedInputStream(pa.OSFile(str(path)), name)
     return io.BufferedReader(packed)
 
 
 def _separated(separator: str, path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
     """The rows of a CSV file: texts, since "007", "1.0", "true" and "NA" may be prompts and truths."""
+    file = _opened(path)
+    names_line = file.peek().partition(b"\n")[0].decode("latin-1")
+    if separator not in names_line:
+        # Excel writes semicolons where numbers have decimal commas.
+        separator = next(filter(names_line.__contains__, ",;\t|"), separator)
     # Bytes that are no UTF-8 spoil their own row alone: `checked_text` refuses half of a surrogate pair.
-    text = io.TextIOWrapper(
-        _opened(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
-    )
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     # A prompt may be long; Python's limit is 128 KiB a value.
     csv.field_size_limit(2**31 - 1)
     with text:
         reader = csv.reader(text, delimiter=separator, strict=True)
         try:
             names = [name.strip() for name in next(reader, [])]
+            # A line for Excel alone.
+            names = [name.strip() for name in next(reader, [])] if names[:1] == ["sep="] else names
         except csv.Error as error:
             raise UserError(f"{path} has no line of names that can be read ({error})") from error
         if len(set(filter(None, names))) < sum(map(bool, names)):
@@ -306,7 +336,7 @@ def _unpacked(
     """The rows of a file that may be compressed, and cut off."""
     try:
         yield from read(path)
-    except OSError as error:
+    except _BROKEN as error:
         raise UserError(f"{path} is broken ({one_line(error)}); {_AGAIN}") from error
 
 

@@ -34,7 +34,7 @@ _NAME = re.compile(
 # A path with one of these endings is a file that is missing here.
 _FILES = (
     *(".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".txt", ".gguf"),
-    *(".gz", ".bz2", ".zst", ".lz4"),
+    *(".gz", ".bz2", ".xz", ".lzma", ".zst", ".lz4"),
 )
 
 

@@ -3,9 +3,13 @@
 import datetime
 import functools
 import gzip
+import io
 import json
+import lzma
 import pathlib
+import pickle
 import re
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,6 +83,12 @@ def packed(path: pathlib.Path, *, codec: str, ending: str, make=jsonl) -> pathli
     return packed_path
 
 
+def xz(path: pathlib.Path) -> pathlib.Path:
+    packed_path = path.with_name("rows.jsonl.xz")
+    packed_path.write_bytes(lzma.compress(jsonl(path).read_bytes()))
+    return packed_path
+
+
 gzipped = functools.partial(packed, codec="gzip", ending="gz")
 FORMATS = [
     *(jsonl, json_list, parquet, arrow_stream, arrow_file, saved, shards, gzipped),
@@ -86,6 +96,7 @@ FORMATS = [
     functools.partial(packed, codec="zstd", ending="zst"),
     functools.partial(packed, codec="bz2", ending="bz2"),
     functools.partial(packed, codec="lz4", ending="lz4"),
+    xz,
 ]
 
 
@@ -142,6 +153,21 @@ def test_csv_is_what_pandas_writes(tmp_path):
         assert read(tmp_path / name) == expected
 
 
+@pytest.mark.parametrize("begin", ["", "\ufeff", "sep={}\n"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("separator", list(",;\t|"))
+def test_the_line_of_names_says_what_separates(separator, name, begin, tmp_path):
+    lines = ["problem{}answer", '"1{}5 + 1"{}"2;5"', "2,5 + 1{}3"]
+    if separator == ",":
+        lines[2] = '"2,5 + 1"{}3'
+    text = begin + "".join(f"{line}\n" for line in lines)
+    (tmp_path / name).write_bytes(text.replace("{}", separator).encode())
+    assert read(tmp_path / name) == [
+        {"problem": f"1{separator}5 + 1", "answer": "2;5"},
+        {"problem": "2,5 + 1", "answer": "3"},
+    ]
+
+
 def test_a_long_value_of_csv_is_whole(tmp_path):
     (tmp_path / "a.csv").write_text(f'problem,answer\n"{"x" * 3_000_000}",1\n')
     ((row),) = read(tmp_path / "a.csv")
@@ -184,7 +210,8 @@ def test_a_quote_that_never_ends_is_told(tmp_path):
         ("a.csv", b"problem,answer,problem\n1,2,3\n", "has two columns of one name"),
         ("a.csv", b"problem,answer\n", "a.csv is empty"),
         ("a.csv", b"", "a.csv is empty"),
-        ("a.csv", b"problem;answer\n1;2\n", "'problem;answer' (text)"),
+        ("a.jsonl.xz", lzma.compress(b'{"problem": "1?", "answer": 1}\n' * 99)[:60], "is broken"),
+        ("a.csv.xz", b"\xfd7zXZ not xz", "a.csv.xz is broken"),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"problem": "1?", "answer": 1}\n' * 9999, mtime=0)[:90],
@@ -305,6 +332,67 @@ def test_what_is_no_file_of_rows_says_so(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read(tmp_path / name)
+
+
+def zipped(*names: str) -> bytes:
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name in names:
+                archive.writestr(name, "{}")
+        return file.getvalue()
+
+
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+JSON_ROW, CSV_ROW = '{"problem": "1?", "answer": "1"}\n', "problem,answer\n1?,1\n"
+TAR = b"a.jsonl".ljust(257, b"\0") + b"ustar".ljust(255, b"\0")
+NO_ROWS = {
+    "is a web page": [PAGE, b"\n <HTML>", b"\xef\xbb\xbf<html>", b"<?xml version='1.0'?><Error/>"],
+    "is a pointer of Git LFS": [POINTER],
+    "is a pointer of git-annex": [b"/annex/objects/SHA256E-s12--00.jsonl\n"],
+    "is a zip archive or an Excel workbook": [
+        zipped("a.jsonl"),
+        zipped("xl/workbook.xml"),
+        zipped(),
+    ],
+    "is an Excel workbook": [b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"],
+    "is an archive": [b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", TAR],
+    "is compressed in a way that is not read": [b"\x1f\x9d\x90", b"\xff\x06\0\0sNaPpY"],
+    "is text in UTF-16": [
+        text.encode(code)
+        for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")
+        for text in (JSON_ROW, CSV_ROW, f"[{JSON_ROW}]", f"\ufeff{JSON_ROW}")
+    ],
+    "is no file of rows": [
+        *(pickle.dumps([1]), b"\x93NUMPY\1\0", b"\x89HDF\r\n", b"SQLite format 3\0", b"ORC\n\x1c"),
+        *(b"Obj\x01\4", b"FEA1\0\0\0\0", b"%PDF-1.7"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.arrow", "a"]
+)
+@pytest.mark.parametrize("told", NO_ROWS)
+def test_what_is_saved_under_the_name_of_rows_is_told(told, name, tmp_path):
+    path = tmp_path / name
+    for content in NO_ROWS[told]:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"^{path} {told}[^\n]*; [^\n]*$"):
+            read(path)
+    if path.suffix.startswith((".j", ".c")):
+        packed_path = path.with_name(f"{name}.gz")
+        packed_path.write_bytes(gzip.compress(NO_ROWS[told][0]))
+        with pytest.raises(UserError, match=f"^{packed_path} {told}"):
+            read(packed_path)
+
+
+@pytest.mark.parametrize(
+    "first", ["ORCID", "FEA1", "SQLite", "Rar", "PK", "%", "<answer>", "version"]
+)
+def test_a_name_of_a_column_is_none_of_them(first, tmp_path):
+    (tmp_path / "a.csv").write_text(f"{first},answer\n1?,1\n")
+    assert read(tmp_path / "a.csv") == [{first: "1?", "answer": "1"}]
 
 
 def test_folders_that_cannot_be_read_say_what_to_name(tmp_path):
