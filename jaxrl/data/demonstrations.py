@@ -4,15 +4,20 @@
                                                   mask       1   1     0      0    0        0       1   1
 
 The loss covers the assistant's turns and the token that ends each of them. Each part of a conversation is
-tokenised separately, as in generation, where the model continues a tokenised prompt.
+tokenised separately, as in generation, where the model continues a tokenised prompt. Turns of text are learnt
+as they are given. In a conversation with reasoning, calls of tools or tools they are learnt as the chat
+template writes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +26,7 @@ from jaxrl.data.messages import (
     PLAIN_FORMAT,
     Context,
     PromptFormat,
+    is_text,
     messages_of,
     prompt_of,
     render_context,
@@ -28,7 +34,7 @@ from jaxrl.data.messages import (
     trained_text,
 )
 from jaxrl.data.row_layouts import Record
-from jaxrl.data.rows import Row, checked_text, field_of, parse_rows
+from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows, shown
 from jaxrl.data.stream import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -40,15 +46,17 @@ class Demonstration:
 
     Attributes:
       context: The question without a template, or the conversation before the answer.
-      response: The answer.
+      response: The answer; None if the context ends with it, and the chat template writes it.
       source: Name of the data set.
       all_turns: Whether the assistant's earlier turns are imitated too.
+      tools: The tools of the conversation.
     """
 
     context: Context
-    response: str
+    response: str | None
     source: str
     all_turns: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class MaskedExample(NamedTuple):
@@ -109,9 +117,10 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
                 # The template may write the token that ends an answer; it is then the first token after it.
                 mask[:1] += (i % 2 == 1) & np.isin(turn[:1], tokenizer.stop_ids)
                 masks.append(mask)
-            # Only after the last answer: the template itself writes what ends the earlier ones.
-            response, masks = np.concatenate([*rest, end]), [*masks, np.ones(1, np.float32)]
-            examples.append(MaskedExample(prompt, response, np.concatenate(masks)))
+            if len(rest) % 2:
+                # Only after the last answer: the template itself writes what ends the earlier ones.
+                rest, masks = [*rest, end], [*masks, np.ones(1, np.float32)]
+            examples.append(MaskedExample(prompt, np.concatenate(rest), np.concatenate(masks)))
         lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
         kept = drop_overlong(lengths, max_tokens, what="examples", setting="max_tokens")
         examples = [examples[row] for row in kept]
@@ -135,15 +144,23 @@ def read_demonstrations(path: str | pathlib.Path, *, source: str) -> tuple[Demon
     """
 
     def parse(row: Row) -> Demonstration:
+        tools = row.get("tools") or ()
+        # Some data sets have the text of a list there.
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        if not all(isinstance(tool, Mapping) for tool in tools):
+            raise BadRow(f"field 'tools' is {shown(tools)}; it must be a list of tools")
         if "messages" in row:
             what = "field 'messages'"
-            context, response = split_last_answer(messages_of(row["messages"], what), what)
-            for i, message in enumerate(context, start=1):
+            messages = messages_of(row["messages"], what)
+            context, last = split_last_answer(messages, what)
+            if tools or not all(map(is_text, messages)):
+                return Demonstration(messages, None, source, all_turns=True, tools=tools)
+            for i, message in enumerate(messages, start=1):
                 if message["role"] == ASSISTANT:
                     trained_text(message, f"message {i} of {what}")
-            return Demonstration(context, response, source, all_turns=True)
+            return Demonstration(context, last["content"], source, all_turns=True)
         response = checked_text(field_of(row, "response"), "field 'response'")
-        return Demonstration(prompt_of(row), response, source)
+        return Demonstration(prompt_of(row), response, source, tools=tools)
 
     example = '{"prompt": ..., "response": ...} or {"messages": [...]}'
     return parse_rows(path, parse, example=example)
@@ -166,22 +183,57 @@ def _parts(
     row: int, demonstration: Demonstration, tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> list[str]:
     """The text in parts: the text before an answer, the answer, the text before the next one, and so on."""
-    context = demonstration.context
+    context, tools = demonstration.context, demonstration.tools
+    render = functools.partial(render_context, tokenizer=tokenizer, prompt_format=prompt_format)
+    if tools:
+        render = functools.partial(render, tools=list(tools))
+    if demonstration.response is None:
+        return _written(row, demonstration, tokenizer, render)
     steps = [(context, demonstration.response)]
     if demonstration.all_turns and not isinstance(context, str):
         said = [i for i, message in enumerate(context) if message["role"] == ASSISTANT]
         steps = [(context[:i], context[i]["content"]) for i in said] + steps
     parts: list[str] = []
     for before, answer in steps:
-        text = render_context(before, tokenizer, prompt_format)
+        text = render(before)
         so_far = "".join(parts)
-        # Templates may drop the reasoning of earlier answers, for example.
         if not text.startswith(so_far):
-            raise UserError(
-                f"row {row} of {demonstration.source} cannot be trained on as one sequence: the chat "
-                "template writes an earlier answer of the conversation otherwise than it was "
-                "given; make it a row for each answer, with the messages before it as prompt and "
-                "the answer as response"
-            )
+            raise _rewritten(row, demonstration)
         parts += [text[len(so_far) :], answer]
     return parts
+
+
+def _written(
+    row: int, demonstration: Demonstration, tokenizer: Tokenizer, render: Callable[..., str]
+) -> list[str]:
+    """The same parts with all answers as the chat template writes them, and the token that ends the last."""
+    messages = demonstration.context
+    assert not isinstance(messages, str), "a template writes messages"
+    said = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    texts = [render(messages[:i]) for i in said]
+    texts.append(render(messages, add_generation_prompt=False))
+    names = [tokenizer.backend.id_to_token(token) for token in tokenizer.stop_ids]
+    end = re.compile("|".join(map(re.escape, filter(None, names))))
+    parts, found = texts[:1], None
+    for i, before, after in zip(said, texts[:-1], texts[1:], strict=True):
+        if not after.startswith(before):
+            raise _rewritten(row, demonstration)
+        turn = after[len(before) :]
+        found = end.search(turn)
+        at = found.start() if found else len(turn)
+        message = messages[i]
+        given = [message["content"], message.get("reasoning_content", "")]
+        given += [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if not all(text.strip() in turn[:at] for text in given):
+            raise _rewritten(row, demonstration)
+        parts += [turn[:at], turn[at:]]
+    return [*parts[:-1], found[0]] if found else parts[:-1]
+
+
+def _rewritten(row: int, demonstration: Demonstration) -> UserError:
+    # Templates may drop the reasoning of earlier answers, or calls of tools.
+    return UserError(
+        f"row {row} of {demonstration.source} cannot be trained on as one sequence: the chat template "
+        "writes an answer of the conversation otherwise than it was given; make it a row for each answer, "
+        "with the messages before it as prompt and the answer as response"
+    )

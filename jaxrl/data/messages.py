@@ -177,11 +177,13 @@ def messages_of(value: Any, what: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[Message, ...], str]:
-    """Splits a conversation into the messages before the last one, and the text of the last one.
+def split_last_answer(
+    messages: tuple[Message, ...], what: str
+) -> tuple[tuple[Message, ...], Message]:
+    """Splits a conversation into the messages before the last one, and the last one.
 
     Raises:
-      BadRow: The last message is not the assistant's, or is more than a text.
+      BadRow: The last message is not the assistant's.
     """
     *before, last = messages
     if last["role"] != ASSISTANT:
@@ -189,12 +191,16 @@ def split_last_answer(messages: tuple[Message, ...], what: str) -> tuple[tuple[M
             f"the last message of {what} is by {last['role']!r}; it must be the {ASSISTANT}'s, "
             "which is what is trained on"
         )
-    return tuple(before), trained_text(last, f"the last message of {what}")
+    return tuple(before), last
+
+
+def is_text(message: Message) -> bool:
+    """Whether a message has neither reasoning nor calls, which are written as the chat template does."""
+    return not {_REASONING[0], "tool_calls"} & message.keys()
 
 
 def trained_text(message: Message, what: str) -> str:
     """The text of an answer to learn; BadRow, with the name `what`, if it is more or less than a text."""
-    # How a model writes them is in its template, and not known here.
     if beside := [name for name in (_REASONING[0], "tool_calls") if name in message]:
         raise BadRow(
             f"{what} has {' and '.join(beside)}, and an answer to learn is a text; write all of it into its "
@@ -232,8 +238,10 @@ class PromptFormat:
         return self.template.replace("{prompt}", question)
 
 
-def render_context(context: Context, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
-    """Renders a question or conversation as the text of the prompt."""
+def render_context(
+    context: Context, tokenizer: Tokenizer, prompt_format: PromptFormat, **options: Any
+) -> str:
+    """Renders a question or conversation as the text of the prompt; options are those of `render_chat`."""
     system = prompt_format.system_prompt
     if isinstance(context, str):
         text = prompt_format.fill(context)
@@ -243,7 +251,7 @@ def render_context(context: Context, tokenizer: Tokenizer, prompt_format: Prompt
     # A conversation keeps a system message of its own.
     if system and context[0]["role"] != SYSTEM:
         context = ({"role": SYSTEM, "content": system}, *context)
-    return tokenizer.render_chat(context, **prompt_format.chat_options)
+    return tokenizer.render_chat(context, **{**prompt_format.chat_options, **options})
 
 
 def check_template(template: str) -> None:

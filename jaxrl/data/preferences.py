@@ -31,6 +31,7 @@ from jaxrl.data.messages import (
     prompt_of,
     render_context,
     split_last_answer,
+    trained_text,
 )
 from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows, shown
 from jaxrl.data.stream import ShuffledExamples, checksum, drop_overlong
@@ -186,8 +187,11 @@ def _answers(row: Row) -> tuple[Context, str, str]:
             "of 'chosen' and 'rejected' one is a list of messages and the other is not; write both alike"
         )
     (before, chosen), (before_rejected, rejected) = (
-        split_last_answer(messages_of(x, f"field {name!r}"), f"field {name!r}")
+        (context, trained_text(last, f"the last message of field {name!r}"))
         for name, x in values.items()
+        for context, last in [
+            split_last_answer(messages_of(x, f"field {name!r}"), f"field {name!r}")
+        ]
     )
     if before != before_rejected:
         raise BadRow(

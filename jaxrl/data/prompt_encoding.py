@@ -191,7 +191,7 @@ def tokenizer_from(
     for demonstration in demonstrations[:_TOKENIZER_RECORDS]:
         context = demonstration.context
         said = [context] if isinstance(context, str) else [m["content"] for m in context]
-        texts += [*said, demonstration.response]
+        texts += [*said, demonstration.response or ""]
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     sources = (*problems.train, *problems.evaluation)
     contexts = [

@@ -1,10 +1,12 @@
+import dataclasses
 import json
 import pathlib
 import re
 
 import numpy as np
 import pytest
-from chats import assistant, user
+from chats import CHATML, LLAMA, MISTRAL, THINKING, assistant, chat_tokenizer, user
+from extras import import_extra
 
 from jaxrl.data import Record
 from jaxrl.data.chat import ChatTemplate
@@ -158,6 +160,139 @@ def test_qwens_template():
     assert tokens[-1] == tokenizer.eos_id
     said = learnt(tokenizer, example)
     assert [text.partition("<|")[0] for text in said] == ["It is 2.", "That makes 5."]
+
+
+# Calls, reasoning and tools.
+
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": ADD}]
+CALL = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "add", "content": "3"}
+CALLED = [user("1+2?"), assistant("", tool_calls=[CALL]), RESULT, assistant("It is 3.")]
+TWO_CALLS = assistant("I add.", tool_calls=[CALL, CALL])
+CONVERSATIONS = {
+    "a call": CALLED,
+    "a call at the end": CALLED[:2],
+    "a call with reasoning": [
+        CALLED[0],
+        assistant("", tool_calls=[CALL], reasoning="Hm."),
+        *CALLED[2:],
+    ],
+    "reasoning": [CALLED[0], assistant("3", reasoning="1 and 2.")],
+    "two calls beside a text": [CALLED[0], TWO_CALLS, RESULT, RESULT, *CALLED[3:]],
+    "another question": [*CALLED, user("And 3?"), assistant("6")],
+}
+
+
+def theirs_of(tokenizer, messages, **options):
+    """What Transformers makes of a conversation."""
+    transformers = import_extra("parity", "transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, **tokenizer.special_tokens
+    )
+    source = tokenizer.chat_template.source(tools=True)
+    # Some templates read reasoning by this name alone.
+    named = [
+        {"reasoning_content" if k == "reasoning" else k: x for k, x in m.items()} for m in messages
+    ]
+    return theirs.apply_chat_template(named, tools=TOOLS, chat_template=source, **options)
+
+
+def example_of(messages, tokenizer, tmp_path, **row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages, "tools": TOOLS, **row}))
+    (example,) = next(stream(read_demonstrations(path, source="s"), tokenizer, max_tokens=2000))
+    return example
+
+
+TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "llama": LLAMA, "mistral": MISTRAL}
+# What a template leaves out, or writes otherwise when more is said: the tools stand at the last question.
+REFUSED = {
+    *(
+        (name, x)
+        for name in ("chatml", "llama", "mistral", "qwen2.5")
+        for x in CONVERSATIONS
+        if "rea" in x
+    ),
+    *((name, "two calls beside a text") for name in ("llama", "mistral")),
+    ("mistral", "another question"),
+}
+
+
+def tokenizer_of(name):
+    if name in TEMPLATES:
+        return chat_tokenizer(TEMPLATES[name])
+    if not QWEN.is_dir():
+        pytest.skip("no Qwen template beside the repository")
+    template = load_tokenizer(QWEN).chat_template
+    if name == "qwen3":
+        config = json.loads((QWEN.with_name(name) / "tokenizer_config.json").read_text())
+        template = ChatTemplate(config["chat_template"], origin=name, special_tokens={})
+    return dataclasses.replace(chat_tokenizer(CHATML), chat_template=template)
+
+
+@pytest.mark.parametrize("what", CONVERSATIONS)
+@pytest.mark.parametrize("name", [*TEMPLATES, "qwen2.5", "qwen3"])
+def test_what_is_said_beside_a_text_is_learnt_as_the_template_writes_it(name, what, tmp_path):
+    tokenizer, messages = tokenizer_of(name), CONVERSATIONS[what]
+    if (name, what) in REFUSED:
+        with pytest.raises(UserError, match="row 0 of s cannot be trained on as one sequence"):
+            example_of(messages, tokenizer, tmp_path)
+        return
+    example = example_of(messages, tokenizer, tmp_path)
+    tokens = [*example.prompt, *example.response]
+    whole = theirs_of(tokenizer, messages, tokenize=False)
+    assert spelt(tokenizer, tokens) == whole.rstrip("\n") and tokens[-1] in tokenizer.stop_ids
+    said = [message for message in messages if message["role"] == "assistant"]
+    for text, message in zip(learnt(tokenizer, example), said, strict=True):
+        assert message["content"] in text and message.get("reasoning", "") in text
+        assert text.count('"add"') == len(message.get("tool_calls", ()))
+        assert tokenizer.encode(text)[-1] in tokenizer.stop_ids
+
+
+def test_of_a_call_the_whole_turn_is_learnt(tmp_path):
+    tokenizer = chat_tokenizer(CHATML)
+    example = example_of(CALLED, tokenizer, tmp_path, tools=json.dumps(TOOLS))
+    assert learnt(tokenizer, example) == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "It is 3.<|im_end|>",
+    ]
+    assert '"description": "Adds."' in spelt(tokenizer, example.prompt)
+    assert "<tool_response>\n3\n</tool_response>" in spelt(tokenizer, example.response)
+
+
+def test_the_mask_is_that_of_transformers(tmp_path):
+    """Which has it only of templates that mark what the assistant says."""
+    marked = CHATML.replace("m.role + '\\n' + m.content }}", "m.role + '\\n' }}{{- m.content }}")
+    begin = (
+        "{%- if m.role == 'assistant' %}{%- generation %}"
+        + marked[marked.index("{{- m.content }}") :]
+    )
+    turn, rest = begin.split("{{- '<|im_end|>\\n' }}", 1)
+    marked = (
+        marked[: marked.index("{{- m.content }}")]
+        + turn
+        + "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}{%- else %}"
+        + "{{- m.content + '<|im_end|>\\n' }}{%- endif %}"
+        + rest
+    )
+    tokenizer = dataclasses.replace(
+        chat_tokenizer(CHATML),
+        chat_template=ChatTemplate(marked, origin="this test", special_tokens={}),
+    )
+    for messages in (CONVERSATIONS["two calls beside a text"], CONVERSATIONS["another question"]):
+        theirs = theirs_of(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
+        example = example_of(messages, tokenizer, tmp_path)
+        tokens = [*example.prompt, *example.response]
+        assert tokens == theirs["input_ids"][: len(tokens)]
+        mask = [0] * len(example.prompt) + example.mask.astype(int).tolist()
+        assert mask == theirs["assistant_masks"][: len(tokens)] and sum(mask) > 20
+
+
+def test_tools_are_a_list(tmp_path):
+    for tools in ("[1]", [1], 5, "no JSON"):
+        with pytest.raises(UserError, match=r"rows.jsonl:1: "):
+            example_of(CALLED, MARKED, tmp_path, tools=tools)
 
 
 # The stream.

@@ -188,11 +188,14 @@ def test_what_is_trained_on_is_a_text(tmp_path):
         ({**SAID, "tool_calls": [CALL]}, "tool_calls"),
         ({**SAID, "reasoning": "r"}, "reasoning_content"),
     ):
-        with pytest.raises(UserError, match=f"the last message of field 'messages' has {beside}"):
-            demonstration(USER, answer)
-        # All turns of the assistant are trained on.
-        with pytest.raises(UserError, match=f"message 2 of field 'messages' has {beside}"):
-            demonstration(USER, answer, USER, SAID)
+        # The chat template writes them.
+        (read,) = demonstration(USER, answer)
+        assert read.response is None and beside in read.context[1]
+        path.write_text(json.dumps({"chosen": [USER, answer], "rejected": [USER, SAID]}))
+        with pytest.raises(UserError, match=f"the last message of field 'chosen' has {beside}"):
+            read_preferences(path, source="s")
+    with pytest.raises(UserError, match="'content' of message 2 of field 'messages' is"):
+        demonstration(USER, {**SAID, "content": ""}, USER, SAID)
     # Of a pair only the answers are.
     path.write_text(
         json.dumps(
