@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -95,6 +97,12 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def problem_key(self, n: int) -> str:
+        """A text for problem n: its text, truth and other fields in short, the same in every run."""
+        problem = [self.texts[n], self.answers[n], self.extras[n]]
+        content = json.dumps(problem, sort_keys=True).encode()
+        return hashlib.sha256(content).hexdigest()[:16]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Prompts:
         """The prompts at `indices`, in that order."""

@@ -1,13 +1,15 @@
 """Samples as rows of JSONL: prompt, response, grade and log-probabilities.
 
-    {"step": 20, "source": "chain_sum", "prompt_id": 812, "sample": 3,
+    {"step": 20, "source": "chain_sum", "prompt_id": 812,
+     "problem_key": "5b1f3c0a9d2e7f64", "sample": 3,
      "prompt": "5 + 9 - 7 =\\n", "answer": "7", "completion": "14 - 7 = 7; Answer: 7",
      "prediction": "7", "correct": true, "failure": null, "score": 1.0, "shaping": 0.0, "reward": 1.0,
      "reward_parts": {"grader": 1.0}, "length": 14, "truncated": false, "stop_reason": "stop_token",
      "entropy": 0.11, "token_pieces": {"text": ["14", " -", ...], "rollout_logprob": [-0.01, ...],
      "old_logprob": [-0.01, ...], "given": [5, 6]}}
 
-If grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
+`prompt_id` is another one in every epoch, `problem_key` is the same wherever the problem is sampled. If
+grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
 wrong.
 
 The `prompt` of an agent's sample is what the policy saw first, with system message and tools; the text of its
@@ -80,14 +82,18 @@ def sample_rows(
             fields["version"] = row.version.tolist()
         return fields
 
+    key = ""
     for b in range(len(completions)):
         n, said = b // G, _said(scored, b)
+        # Its fields may be large.
+        key = key if b % G else prompts.problem_key(n)
         tokens, failure = said.main.tokens, scored.failures[b] or said.failure
         text = completions.texts[b] if said.failure is None else token_strings.text(tokens)
         row: dict[str, Any] = {} if step is None else {"step": step}
         row |= {
             "source": prompts.sources[n],
             "prompt_id": int(prompts.ids_N[n]),
+            "problem_key": key,
             "sample": b % G,
             "prompt": prompts.texts[n],
             "answer": prompts.answers[n],

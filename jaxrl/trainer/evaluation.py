@@ -75,6 +75,7 @@ class Evaluation:
             completions, counts_NG = scored.completions, scored.counts_NG
             samples = [
                 {
+                    "problem_key": completions.prompts.problem_key(n),
                     "prompt": completions.prompts.texts[n],
                     "answer": completions.prompts.answers[n],
                     "text": completions.texts[b],

@@ -39,7 +39,9 @@ def rows(num_steps, *, evaluated="sums", best=0.8, length=20.0):
 
 def samples(correct, prompts=("2 + 3 =", "7 - 4 =")):
     return [
-        {"prompt": p, "answer": "5", "text": f"Answer to {p}", "correct": correct} for p in prompts
+        {"problem_key": f"key {i}", "prompt": p, "answer": "5"}
+        | {"text": f"Answer to {p}", "correct": correct}
+        for i, p in enumerate(prompts)
     ]
 
 
@@ -159,6 +161,7 @@ def test_samples_of_the_same_prompts_are_side_by_side(tmp_path, two):
 def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
     def of_step(text, prompt="1 + 1 ="):
         row = {"prompt": prompt, "answer": "2", "completion": text, "correct": True}
+        row["problem_key"] = prompt
         return [row, row | {"completion": "a second sample"}]
 
     one = write_run(tmp_path / "a", step_1=of_step("first"), step_10=of_step("tenth of a"))
@@ -172,6 +175,21 @@ def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
     assert shown.index("tenth of a") < shown.index("tenth of b")
     for absent in ("a second sample", "alone", "first", "twentieth"):
         assert absent not in shown
+
+
+def test_problems_that_share_prompt_and_answer_are_all_shown(tmp_path):
+    """They differ in other fields, such as the level of a game."""
+    twins = samples(True, ["Play the game."] * 2)
+    step = [{**row, "completion": f"move {i}"} for i, row in enumerate(twins)]
+    # The other run has them in another order.
+    runs = [
+        write_run(tmp_path / "a", samples_after=twins, step_1=step),
+        write_run(tmp_path / "b", samples_after=twins[::-1], step_1=step[::-1]),
+    ]
+    evaluated, trained = report(tmp_path, *runs).split("Samples of training step 1")
+    assert evaluated.count("<article") == trained.count("<article") == 2
+    for move in ("move 0", "move 1"):
+        assert trained.count(move) == 2 and move in trained.split("<article")[1 + int(move[-1])]
 
 
 def test_every_shared_stage_has_a_section(tmp_path):

@@ -81,6 +81,8 @@ def test_the_fields_of_a_row(tokenizer):
         "step": 20,
         "source": "numbers",
         "prompt_id": 7,
+        # The beginning of the SHA-256 of ["one?", "1", {}].
+        "problem_key": "1948f9a96571b582",
         "sample": 0,
         "prompt": "one?",
         "answer": "1",

@@ -191,10 +191,10 @@ def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
     # A run that has trained must not fail here.
     try:
         return [
-            {name: sample[name] for name in _SAMPLE_FIELDS}
+            {"problem_key": sample.get("problem_key"), **{k: sample[k] for k in _SAMPLE_FIELDS}}
             for sample in json.loads(read_text(path, absent=""))
         ]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("%s is damaged (%s): its answers are left out", path, error)
         return []
 

@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,8 @@ from jaxrl.tracking.run_folder import RunFolder, parse_config
 from jaxrl.tracking.sample_rows import read_head
 
 Table = list[tuple[str, list[str]]]
-Samples = dict[tuple[str, str], tuple[str, bool]]  # (prompt, answer) -> text of a response, correct
+# (key of the problem, prompt, answer) -> text of a response, correct
+Samples = dict[tuple[str | None, str, str], tuple[str, bool]]
 
 _NO_RUN = "name the folder of a run, such as runs/dapo_tiny/seed0"
 _ABSENT = "-"
@@ -97,7 +99,7 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     for run in runs:
         after = stored_samples(run.folder, "after")
         found = after or stored_samples(run.folder, "before")
-        answers = {(s["prompt"], s["answer"]): (s["text"], s["correct"]) for s in found}
+        answers = {_key(s): (s["text"], s["correct"]) for s in found}
         evaluated.append((answers, "" if after else "before training"))
     step, trained = training_samples(runs)
     training = _side_by_side(runs, [(samples, "") for samples in trained])
@@ -125,7 +127,7 @@ def _side_by_side(
     prompts = dict.fromkeys(key for samples, _ in found for key in samples)
     return [
         PromptResponses(
-            *key,
+            *key[1:],
             [
                 (run.label, Response(*samples[key], note) if key in samples else None)
                 for run, (samples, note) in zip(runs, found, strict=True)
@@ -244,5 +246,10 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
         for line in content.splitlines():
             row = read_head(line)
             answer = row["completion"], row["correct"]
-            samples[-1].setdefault((row["prompt"], row["answer"]), answer)
+            samples[-1].setdefault(_key(row), answer)
     return step, samples
+
+
+def _key(sample: Mapping[str, Any]) -> tuple[str | None, str, str]:
+    # Two problems may have one prompt and one answer.
+    return sample.get("problem_key"), sample["prompt"], sample["answer"]
