@@ -55,6 +55,8 @@ CHATS = {
     "nobody": [{"role": "critic", "content": "no"}],
 }
 
+# DeepSeek's variable, and GLM's.
+THINKS = {"thinking": True, "clear_thinking": False}
 # Constructs of published templates, written anew.
 TEMPLATES = {
     # Qwen2.5, Qwen3: namespaces, reversed lists, slices of messages, methods of texts, tests of types.
@@ -471,6 +473,244 @@ Line two.{% endset %}
         "message['tools'] + '<|/tool|>' }}{% else %}{{ '<|' ~ message['role'] ~ '|>' ~ message['content'] }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
     ),
+    # Phi-4: one line of branches by role, texts joined by plus.
+    "Phi-4": (
+        "{% for message in messages %}{% if (message['role'] == 'system') %}{{'<|start|>system<|sep|>' + "
+        "message['content'] + '<|end|>'}}{% elif (message['role'] == 'user') %}{{'<|start|>user<|sep|>' + "
+        "message['content'] + '<|end|>'}}{% elif (message['role'] == 'assistant') %}{{'<|start|>assistant<|sep|>' "
+        "+ message['content'] + '<|end|>'}}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start|>assistant<|sep|>' }}{% endif %}"
+    ),
+    # Qwen2.5: conditions over several lines, names set anew in a loop, neighbours of a message.
+    "Qwen2.5": """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'A helper.' }}
+    {%- endif %}
+    {{- "\\n\\n# Tools\\nwithin <tools></tools> tags:\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools>\\n{\\"name\\": <name>, \\"arguments\\": <json>}<|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nA helper.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first)
+        or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}
+            {{- '\\n' + message.content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- message.content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}""",
+    # Qwen3-Next: parts of a content by a macro that counts, steps after the last question, thinking opened.
+    "Qwen3-Next": """\
+{%- macro text_of(content) %}
+    {%- if content is string %}{{- content }}
+    {%- else %}
+        {%- for part in content or [] %}{{- part.text if part.text is defined else '' }}{%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and not (text_of(message.content) | trim).startswith('<tool_response>') %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = text_of(message.content) %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ content ~ '<|im_end|>\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- if message.reasoning_content is defined and message.reasoning_content is not none %}
+            {%- set thought = message.reasoning_content %}
+        {%- else %}
+            {%- set thought = (content.split('</think>')[0]).split('<think>')[-1].strip('\\n') if '</think>' in content else '' %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or thought) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content }}
+        {%- endif %}
+        {%- for call in message.tool_calls if message.tool_calls %}
+            {{- '\\n<tool_call>' + (call.function if call.function else call) | tojson + '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}""",
+    # GLM-4.6: results that may be lists, reasoning kept by a variable, defaults of missing arguments.
+    "GLM-4.6": """\
+[gMASK]<sop>
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}
+                {{- item.text }}
+            {%- elif item is string -%}
+                {{- item }}
+            {%- elif item is mapping and item.type in ['image', 'image_url'] -%}
+                <|begin_of_image|>
+            {%- endif -%}
+        {%- endfor -%}
+    {%- elif content is none -%}
+        {{- '' }}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user_index=-1, num_turns=0) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- set ns.last_user_index = loop.index0 -%}
+        {%- set ns.num_turns = ns.num_turns + 1 -%}
+    {%- endif %}
+{%- endfor %}
+{{- ns.num_turns }}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>
+{{ visible_text(m.content) }}
+{%- elif m.role == 'assistant' -%}
+<|assistant|>
+{%- set reasoning_content = '' %}
+{%- set content = visible_text(m.content) %}
+{%- if m.reasoning_content is string %}
+    {%- set reasoning_content = m.reasoning_content %}
+{%- else %}
+    {%- if '</think>' in content %}
+        {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+{%- endif %}
+{%- if ((clear_thinking is defined and not clear_thinking) or loop.index0 > ns.last_user_index) and reasoning_content -%}
+{{ '\\n<think>' + reasoning_content.strip() + '</think>'}}
+{%- else -%}
+{{ '\\n<think></think>' }}
+{%- endif -%}
+{%- if content.strip() -%}
+{{ '\\n' + content.strip() }}
+{%- endif -%}
+{% if m.tool_calls %}
+{% for tc in m.tool_calls %}
+{%- if tc.function %}
+    {%- set tc = tc.function %}
+{%- endif %}
+{{ '\\n<tool_call>' + tc.name }}
+{% set _args = tc.arguments or {} %}
+{% for k, v in _args.items() %}
+<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v if v is string else v | tojson(ensure_ascii=False) }}</arg_value>
+{% endfor %}
+</tool_call>{% endfor %}
+{% endif %}
+{%- elif m.role == 'tool' -%}
+{%- if m.content is string -%}
+{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+    {{- '<|observation|>' }}
+{%- endif %}
+{{- '\\n<tool_response>\\n' }}
+{{- m.content }}
+{{- '\\n</tool_response>' }}
+{%- else -%}
+<|observation|>{% for tr in m.content %}
+
+<tool_response>
+{{ tr.output if tr.output is defined else tr }}
+</tool_response>{% endfor -%}
+{% endif -%}
+{%- elif m.role == 'system' -%}
+<|system|>
+{{ visible_text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- endif -%}""",
+    # DeepSeek-V3.1 to V3.2-Exp: texts of tools grow in a namespace, prefixes, splits with a limit, two modes.
+    "DeepSeek-V3.2": """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
+{% if not thinking is defined %}{% set thinking = false %}{% endif %}
+{% set ns = namespace(is_first=false, is_tool=false, system_prompt='', is_first_sp=true, is_last_user=false) %}
+{%- for message in messages %}{%- if message['role'] == 'system' %}
+{%- if ns.is_first_sp %}{% set ns.system_prompt = ns.system_prompt + message['content'] %}{% set ns.is_first_sp = false %}
+{%- else %}{% set ns.system_prompt = ns.system_prompt + '\\n\\n' + message['content'] %}{%- endif %}
+{%- endif %}{%- endfor %}
+{% if tools is defined and tools is not none %}
+{% set tool_ns = namespace(text='## Tools\\n') %}
+{% for tool in tools %}
+{% set tool_ns.text = tool_ns.text + '\\n### ' + tool.function.name + '\\n' + tool.function.description + '\\nParameters: ' + (tool.function.parameters | tojson) + '\\n' %}
+{% endfor %}
+{% set ns.system_prompt = ns.system_prompt + '\\n\\n' + tool_ns.text %}
+{% endif %}
+{{ bos_token }}{{ ns.system_prompt }}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}{%- set ns.is_last_user = true -%}{{'<|User|>' + message['content']}}{%- endif %}
+{%- if message['role'] == 'assistant' and message['tool_calls'] is defined and message['tool_calls'] is not none %}
+{%- if ns.is_last_user %}{{'<|Assistant|></think>'}}{%- endif %}
+{%- set ns.is_last_user = false -%}{%- set ns.is_first = false %}{%- set ns.is_tool = false -%}
+{%- for tool in message['tool_calls'] %}
+{%- if not ns.is_first %}
+{%- if message['content'] is none %}{{'<calls><call>' + tool['function']['name'] + '<sep>' + tool['function']['arguments']|tojson + '</call>'}}
+{%- else %}{{message['content'] + '<calls><call>' + tool['function']['name'] + '<sep>' + tool['function']['arguments']|tojson + '</call>'}}{%- endif %}
+{%- set ns.is_first = true -%}
+{%- else %}{{'<call>' + tool['function']['name'] + '<sep>' + tool['function']['arguments']|tojson + '</call>'}}{%- endif %}
+{%- endfor %}{{'</calls>' + eos_token}}
+{%- endif %}
+{%- if message['role'] == 'assistant' and (message['tool_calls'] is not defined or message['tool_calls'] is none) %}
+{%- if ns.is_last_user %}{{'<|Assistant|>'}}
+{%- if message['prefix'] is defined and message['prefix'] and thinking %}{{'<think>'}}{%- else %}{{'</think>'}}{%- endif %}
+{%- endif %}
+{%- set ns.is_last_user = false -%}
+{%- if ns.is_tool %}{{message['content'] + eos_token}}{%- set ns.is_tool = false -%}
+{%- else %}
+{%- set content = message['content'] -%}
+{%- if '</think>' in content %}{%- set content = content.split('</think>', 1)[1] -%}{%- endif %}
+{{content + eos_token}}
+{%- endif %}
+{%- endif %}
+{%- if message['role'] == 'tool' %}{%- set ns.is_last_user = false -%}{%- set ns.is_tool = true -%}{{'<output>' + message['content'] + '</output>'}}{%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.is_last_user and not ns.is_tool %}{{'<|Assistant|>'}}{%- if not thinking %}{{'</think>'}}{%- else %}{{'<think>'}}{%- endif %}{% endif %}""",
     # What is in the environment without being in these.
     "environment": """\
 {{ dict(a=1) | tojson }}{{ dict.fromkeys(['x'], 2) }}
@@ -519,7 +759,7 @@ def test_a_template_renders_as_in_transformers(family):
     texts = []
     for messages in CHATS.values():
         for tools in ({}, {"tools": [TOOL, TOOL]}):
-            for kwargs in ({}, {"enable_thinking": False}, {"reasoning_effort": "high"}):
+            for kwargs in ({}, {"enable_thinking": False}, THINKS, {"reasoning_effort": "high"}):
                 for end in (True, False):
                     given = {**tools, **kwargs, "add_generation_prompt": end}
                     text = rendered(ours, messages, **given)
