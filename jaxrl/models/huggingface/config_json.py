@@ -324,7 +324,8 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
     else:
         longest = read.values.get("max_position_embeddings")
         if all(map(is_finite, (window, longest))) and window >= longest:  # pyright: ignore
-            window = None
+            # All positions are in the window of any layer.
+            window, listed = None, []
         first = 0
         if architecture.windows == "types" and read.values.get("max_window_layers") != 0:
             first = read.get("max_window_layers", int, 28)

@@ -357,6 +357,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_la
         ({"use_sliding_window": None}, ()),
         ({"sliding_window": None}, ()),
         ({"max_position_embeddings": 100}, ()),
+        ({"max_position_embeddings": 100, "layer_types": [SLIDING] * 24}, ()),
         ({"layer_types": [FULL] * 24}, ()),
         ({"layer_types": [SLIDING] * 24}, range(24)),
         ({"layer_types": [SLIDING, FULL] * 12}, range(0, 24, 2)),

@@ -650,6 +650,47 @@ def test_layers_have_the_heads_that_transformers_numbers(tmp_path):
     assert config.layer_pattern == ("sliding", "full")
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("window", "more"),
+    [
+        *(
+            (10, {"layer_types": types})
+            for types in ([SLIDING, FULL], [FULL, SLIDING], [SLIDING] * 2)
+        ),
+        *((10, {"layer_types": None, "max_window_layers": n}) for n in (0, 1, 2)),
+        (10, {"layer_types": [FULL, FULL], "max_window_layers": 0}),
+        # These have all positions in them.
+        *(
+            (n, {"layer_types": types})
+            for n in (256, 300)
+            for types in ([SLIDING] * 2, [FULL, SLIDING])
+        ),
+        *((n, {"layer_types": None, "max_window_layers": 0}) for n in (256, 300)),
+        (None, {"layer_types": [FULL, FULL]}),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen_are_those_of_transformers(pair_of, tmp_path, family, window, more):
+    pair = pair_of(family, True)
+    directory = shutil.copytree(pair.directory, tmp_path / "windows")
+    values = json.loads((directory / "config.json").read_text())
+    values |= {"use_sliding_window": True, "sliding_window": window, **more}
+    (directory / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager"
+    )
+    config = read_config(directory)
+    ours = Pair(theirs, decoder_graph(config)[0], load(directory, config), config, directory)
+    tokens_BT = random_tokens(B, T)
+    expected = their_logits(theirs, tokens_BT)
+    assert_close(our_logits(ours, tokens_BT, counting(), np.ones_like(tokens_BT)), expected)
+    whole = their_logits(pair.theirs, tokens_BT)
+    assert np.allclose(expected, whole, atol=1e-3) == (not any(config.sliding_layers))
+
+
 @pytest.mark.long
 def test_longer_texts_have_other_rotary_factors(pair_of, tmp_path):
     pair = pair_of("phi4_mini", True)
