@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -32,11 +33,15 @@ def exit_status(command: Callable[[], int]) -> int:
 
     A UserError, or a path that is too long for the system, is printed in one line, with the status
     `EXIT_USER_ERROR`; that of Ctrl-C is `EXIT_INTERRUPTED`. SystemExit with another status than 0 and all
-    other exceptions pass through.
+    other exceptions pass through. What a user's code has left for the end of the process does not make 0 of
+    another status.
     """
+    global _failed
+    # 1 is that of an exception which passes.
+    _failed, status = 0, 1
     try:
         with must_return():
-            return command()
+            status = command()
     except (UserError, OSError) as error:
         message = str(error).strip()
         if not isinstance(error, UserError):
@@ -46,10 +51,28 @@ def exit_status(command: Callable[[], int]) -> int:
         # Nobody reads a path of 5,000 letters.
         message = re.sub(r"(\S{100})\S{900,}", r"\1...", message)
         print("error: " + re.sub(r"\s*\n\s*", " ", message), file=sys.stderr)
-        return EXIT_USER_ERROR
+        status = EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        status = EXIT_INTERRUPTED
+    finally:
+        _failed = status
+        # What is registered last runs first.
+        atexit.unregister(_keep_status)
+        atexit.register(_keep_status)
+    return status
+
+
+_real_exit = os._exit
+# The status of the last command; and what was replaced while it ran.
+_failed = 0
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def _keep_status() -> None:
+    """If the command has failed, lets nothing end the process with another status."""
+    for owner, name, refuses in _replaced if _failed else ():
+        setattr(owner, name, refuses)
 
 
 # What ends this process on the spot, without an exception; C's functions have these names in ctypes.
@@ -73,8 +96,10 @@ def must_return() -> Iterator[None]:
 
     def refusing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def refuse(*args: Any) -> Any:
-            if not is_open or os.getpid() != process:
+            if os.getpid() != process or not (is_open or _failed):
                 return real(*args)
+            if not is_open:
+                return _real_exit(_failed)
             caller = sys._getframe(1)
             # os.execvp and the like are Python's own, and call this.
             while caller.f_back is not None and caller.f_globals.get("__name__") == "os":
@@ -96,6 +121,7 @@ def must_return() -> Iterator[None]:
         replaced += [
             (module, name, refusing(getattr(module, name), f"os.{name}")) for name in _ENDS
         ]
+    _replaced[:] = replaced
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, refuses in replaced:
         setattr(owner, name, refuses)

@@ -60,6 +60,47 @@ def test_what_ends_the_process_after_all_is_done_may(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+AFTERWARDS = {
+    "itself": "atexit.register(os._exit, 0)",
+    "a function": "atexit.register(lambda: os._exit(0))",
+    "its own": "from os import _exit\natexit.register(lambda: _exit(0))",
+    "posix": "import posix\natexit.register(posix._exit, 0)",
+    "exec": "atexit.register(os.execvp, 'true', ['true'])",
+    "C": "import ctypes\natexit.register(ctypes.CDLL(None)._exit, 0)",
+    "C later": "import ctypes\natexit.register(lambda: ctypes.CDLL(None).exit(0))",
+    "SystemExit": "import sys\natexit.register(sys.exit, 0)",
+    "an object": "class Kept:\n    def __del__(self): os._exit(0)\nkept = Kept()",
+    "a thread": "import threading, time\n"
+    "def late(end=os._exit):\n    time.sleep(1)\n    end(0)\nthreading.Thread(target=late).start()",
+}
+
+
+@pytest.mark.parametrize("what", AFTERWARDS)
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [
+        ("from jaxrl.errors import UserError; raise UserError('no')", 2),
+        ("return 75", 75),
+        ("raise KeyError", 1),
+        ("raise KeyboardInterrupt", 130),
+    ],
+)
+def test_what_runs_at_the_end_does_not_hide_a_failure(what, call, status, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"import atexit, os\n{AFTERWARDS[what]}\ndef f():\n    {call}\n")
+    assert ended(path).returncode == status
+
+
+def test_nothing_of_it_is_left_to_a_command_that_succeeds(tmp_path):
+    """A process may run several."""
+    path = tmp_path / "mine.py"
+    path.write_text("import atexit, os\natexit.register(os._exit, 7)\ndef f(): return 2\n")
+    twice = f"{COMMAND.rpartition('sys.exit')[0]}load = lambda: load_function(sys.argv[1], 'x')()\n"
+    twice += "assert exit_status(load) == 2 and exit_status(lambda: 0) == 0"
+    command = [sys.executable, "-c", twice, f"{path}:f"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 7
+
+
 # A call may raise what it likes, with its traceback; only what looks like success is refused.
 @pytest.mark.parametrize("end", [end for end in ENDS if "E" not in end or end == "SystemExit"])
 def test_a_call_that_ends_the_process_is_named_with_a_status(end, tmp_path):
