@@ -81,6 +81,7 @@ def places(tmp_path_factory) -> dict[str, str]:
         "RUN": str(run),
         "PROBLEMS": str(root / "problems.jsonl"),
         "VERL": str(root / "verl.yaml"),
+        "CACHE": str(root / "cache"),
     }
 
 
@@ -95,6 +96,8 @@ def test_a_path_that_is_too_long_is_told(places, monkeypatch, tmp_path, capsys, 
     if not (cli.COMMANDS[name].function or extensions.is_installed(name)):
         pytest.skip(f"the extension of {name} was removed")
     monkeypatch.chdir(tmp_path)
+    # Else a model that was fetched before is found.
+    monkeypatch.setenv("XDG_CACHE_HOME", places["CACHE"])
     words = [places.get(word, word.replace("@", LONG[long])) for word in words]
     assert cli.main(["jaxrl", name, *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err

@@ -184,9 +184,10 @@ def _parts(
 ) -> list[str]:
     """The text in parts: the text before an answer, the answer, the text before the next one, and so on."""
     context, tools = demonstration.context, demonstration.tools
-    render = functools.partial(render_context, tokenizer=tokenizer, prompt_format=prompt_format)
-    if tools:
-        render = functools.partial(render, tools=list(tools))
+    of_tools: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    render = functools.partial(
+        render_context, tokenizer=tokenizer, prompt_format=prompt_format, **of_tools
+    )
     if demonstration.response is None:
         return _written(row, demonstration, tokenizer, render)
     steps = [(context, demonstration.response)]
