@@ -98,15 +98,17 @@ def must_return() -> Iterator[None]:
         def refuse(*args: Any) -> Any:
             if os.getpid() != process or not (is_open or _failed):
                 return real(*args)
+            # None for the interpreter, at the end of the process or in a thread.
+            caller = sys._getframe().f_back
+            # os.execvp and the like are Python's own, and call this.
+            while caller is not None and caller.f_globals.get("__name__") == "os":
+                caller = caller.f_back
+            if caller is not None and _is_ours(caller):
+                return real(*args)
             if not is_open:
                 return _real_exit(_failed)
-            caller = sys._getframe(1)
-            # os.execvp and the like are Python's own, and call this.
-            while caller.f_back is not None and caller.f_globals.get("__name__") == "os":
-                caller = caller.f_back
-            if _is_ours(caller):
-                return real(*args)
-            raise UserError(_ended(f"{caller.f_code.co_filename}:{caller.f_lineno}", name))
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else "a thread"
+            raise UserError(_ended(place, name))
 
         return refuse
 

@@ -91,6 +91,17 @@ def test_what_runs_at_the_end_does_not_hide_a_failure(what, call, status, tmp_pa
     assert ended(path).returncode == status
 
 
+def test_a_watch_of_our_own_ends_a_failed_process_with_its_status(tmp_path):
+    """As `jaxrl.mesh.hosts` does if another process is lost meanwhile."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import atexit\n"
+        "exec('import os\\ndef lost(): os._exit(75)', ours := {'__name__': 'jaxrl.mesh.hosts'})\n"
+        "atexit.register(ours['lost'])\ndef f(): return 2\n"
+    )
+    assert ended(path).returncode == 75
+
+
 def test_nothing_of_it_is_left_to_a_command_that_succeeds(tmp_path):
     """A process may run several."""
     path = tmp_path / "mine.py"
