@@ -40,6 +40,7 @@ _BESIDE = (
     *("provider_specific_fields", "reasoning_details", "reasoning_items", "thinking_blocks"),
     *("created", "created_at", "id", "index", "model", "object", "status", "timestamp", "usage"),
     *("finish_reason", "logprobs", "prompt_token_ids", "refusal", "stop_reason", "token_ids"),
+    *("content_filter_results", "executed_tools", "search_results", "signature"),
 )
 
 
