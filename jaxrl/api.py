@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import datetime
 import decimal
-import difflib
 import functools
 import hashlib
 import itertools
@@ -40,6 +39,7 @@ from jaxrl.config.config_tree import (
     UnknownSetting,
     complete,
     leaf_types,
+    near_settings,
     to_config_dict,
 )
 from jaxrl.config.schema import Config
@@ -273,9 +273,9 @@ def _call(recipe: Recipe, **changes: Any) -> tuple[Config, _Inputs]:
     except UnknownSetting as error:
         if error.name not in {key.replace("__", ".") for key in changes}:
             raise  # the recipe's
-        near = difflib.get_close_matches(error.name, [*_KEYWORDS.values(), "name"])
-        near += [_KEYWORDS.get(name, name.replace(".", "__")) for name in error.near]
-        hint = ", ".join(f"{name}=" for name in dict.fromkeys(near))
+        near = near_settings(error.name, {*error.near, *_KEYWORDS.values(), "name"})
+        keywords = (_KEYWORDS.get(name, name.replace(".", "__")) for name in near)
+        hint = ", ".join(f"{keyword}=" for keyword in dict.fromkeys(keywords))
         raise UserError(
             f"unknown keyword {quoted(error.name.replace('.', '__'))}; "
             + (f"near: {hint}" if near else "none is near; jaxrl train --help lists all settings")
@@ -423,7 +423,7 @@ class _Inputs:
                 raise UserError(f"row {index} of {name} is {type(row).__name__}; give dicts")
             try:
                 plain = _plain(row)
-                lines.append(json.dumps(plain, ensure_ascii=False))
+                lines.append(json.dumps(plain, ensure_ascii=False) + "\n")
                 # The order of its fields makes no other row.
                 digest.update(json.dumps(plain, sort_keys=True).encode())
             except (TypeError, ValueError, RecursionError) as error:
@@ -431,8 +431,9 @@ class _Inputs:
                     f"row {index} of {name} has a value that is no JSON: {error}; leave its field out, or "
                     "make it a text, a number or a list"
                 ) from error
-        content = "".join(f"{line}\n" for line in lines).encode()
-        return str(self._keep(name, digest, ".jsonl", content))
+        if not lines:
+            raise UserError(f"{name} has no rows; give dicts")
+        return str(self._keep(name, digest, ".jsonl", "".join(lines).encode()))
 
     def function(self, name: str, function: Callable[..., Any]) -> str:
         """Keeps a function, with what it needs of the program it was written in."""
@@ -478,7 +479,7 @@ class _Inputs:
 
 def _rows_of(rows: Any) -> Iterable[Any]:
     """The rows of a table, whose own iterator gives columns or their names; other rows as they are."""
-    if hasattr(rows, "iloc"):  # pandas
+    if hasattr(rows, "iterrows"):  # a frame of pandas
         return rows.to_dict("records")
     if hasattr(rows, "collect_schema"):  # polars, whose lazy frames are collected first
         return rows.lazy().collect().iter_rows(named=True)

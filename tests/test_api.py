@@ -236,6 +236,9 @@ def as_parquet(tmp_path) -> pathlib.Path:
 def test_pandas_itself(here):
     pandas = import_extra("dev", "pandas")
     assert kept_rows(here, pandas.DataFrame(ROWS)) == ROWS
+    assert kept_rows(here, pandas.Series(ROWS)) == ROWS
+    with pytest.raises(UserError, match="row 0 of train is str; give dicts"):
+        kept_rows(here, pandas.Series(["1 + 1"]))
     # Lists of a file are arrays in a frame, and what is missing is NaN, NaT or None.
     path = as_parquet(here)
     assert kept_rows(here, pandas.read_parquet(path)) == WRITTEN
@@ -394,6 +397,10 @@ def test_the_order_of_rewards_makes_no_other_run(here):
         ({"nothing": 1.0}, 'unknown keyword "nothing"; none is near'),
         ({"rewards": brevity}, 'unknown keyword "rewards"; near: reward='),
         ({"train_dataset": ROWS}, 'unknown keyword "train_dataset"; near: data='),
+        # A name of TRL or verl is not compared by its letters, such as with num_steps or reward.
+        ({"save_steps": 5}, 'unknown keyword "save_steps"; near: run__save_every=$'),
+        ({"scale_rewards": True}, "near: algorithm__advantage=, algorithm__advantage_options=$"),
+        ({"nme": "mine"}, 'unknown keyword "nme"; near: name='),
         *(
             ({"reward": value}, "^reward = .*expected a function, its path, or a list of these")
             for value in ([], (), 5, True, b"f", [5], [brevity, None], {}, {"f": brevity}, 0.5)
@@ -414,6 +421,8 @@ def test_the_order_of_rewards_makes_no_other_run(here):
         ({"data": "x" * 5000}, "^data.train.path .*is too long"),
         ({"reward": "x" * 5000 + ".py:f"}, "functions.reward.path .*is too long"),
         ({"data": [["a"]]}, "row 0 of train is list; give dicts"),
+        ({"data": []}, "^train has no rows; give dicts$"),
+        ({"evaluation": iter([])}, "^evaluation has no rows; give dicts$"),
         (
             {"data": [{"problem": "a"}, {"problem": {1}}]},
             "row 1 of train has a value that is no JSON",

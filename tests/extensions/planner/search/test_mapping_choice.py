@@ -234,7 +234,9 @@ def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
 
 
 def test_devices_that_nobody_knows_are_to_be_measured():
-    with pytest.raises(UserError, match=r"a device of kind 'cpu' .*benchmarks/calibrate.py --out"):
+    with pytest.raises(
+        UserError, match=r"kind 'cpu' .*, in a checkout, with `python benchmarks/calibrate.py --out"
+    ):
         with_searched_layout(recipe(), jax.devices())
 
 
@@ -246,5 +248,5 @@ def test_what_the_search_does_not_cover_is_named():
 
 
 def test_a_dry_run_has_no_devices_to_search_for():
-    with pytest.raises(UserError, match=r"jaxrl plan --search --topology"):
+    with pytest.raises(UserError, match=r"jaxrl plan --config RECIPE --search --topology"):
         trace_plan(recipe())
