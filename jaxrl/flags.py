@@ -24,20 +24,29 @@ import pathlib
 import textwrap
 import typing
 from collections.abc import Container
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from jaxrl.errors import UserError
 
 Settings = TypeVar("Settings")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, without the usage, as those of settings are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists all flags")
+
+
 def command_parser(program: str, about: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser whose help is a command's module docstring, as it is written.
+    """A parser whose help is a command's module docstring, as it is written. It raises UserError.
 
     Args:
       program: name of the program, as in `sys.argv[0]`.
       about: docstring of the module.
       **options: further arguments of `argparse.ArgumentParser`.
     """
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=pathlib.Path(program).name,
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,14 +15,11 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Batch = TypeVar("Batch", bound="PackedBatch")
 Row = TypeVar("Row", covariant=True)

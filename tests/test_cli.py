@@ -131,6 +131,12 @@ def test_a_launch_script_is_the_command_of_its_name(monkeypatch, capsys, path, a
     assert (status, *(as_typed.sub(rf"\1jaxrl {name}", text) for text in texts)) == by_name
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_slip_is_one_line_without_the_usage(name, capsys):
+    status, _, told = printed(capsys, cli.main, ["jaxrl", name, "--bogus"])
+    assert status == 2 and re.fullmatch("error: .*--help lists all flags.*\n", told), told
+
+
 def test_importing_a_launch_script_runs_nothing():
     # As multiprocessing does in the processes that it spawns.
     for path in SCRIPTS:

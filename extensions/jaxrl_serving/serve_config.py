@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from jaxrl.checks import NAME, PATH, at_least, between, count, settings, token_count
 from jaxrl.errors import UserError
@@ -102,11 +102,6 @@ def read_flags(argv: Sequence[str], description: str | None, kind: type[Config])
     """
     program, *arguments = argv
     parser = command_parser(program, description)
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists all flags")
-
-    parser.error = refuse
     # No supervisor starts a server with fewer hosts.
     of_supervisor = {"fewer", "fewer_after_s"}
     add_flags(parser, kind, only={f.name for f in dataclasses.fields(kind)} - of_supervisor)

@@ -22,8 +22,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -33,9 +33,6 @@ from jaxrl.data.chat import ChatTemplate
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_json_object, read_text
 from jaxrl.hub.hub_names import fetch_hint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"

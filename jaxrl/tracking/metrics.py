@@ -16,17 +16,15 @@ import re
 import time
 import warnings
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
 from jaxrl.tracking.loggers import LOGGER_KINDS, LoggedRun, Logger
 from jaxrl.tracking.run_folder import StageFolder, split_logger
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
 # Prefixes of metrics that are measured: times, rates and memory.
