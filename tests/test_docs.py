@@ -224,3 +224,14 @@ def test_names_of_the_architecture_exist():
     # A name that is gone is found.
     gone = "`CurriculumBeside` `dataflows/gone.py` `rollout.vanished` `RunContext.vanished`\n      gone/  a\n"
     assert len(missing_names(gone)) == 5
+
+
+def test_functions_that_pages_name_with_their_modules_exist():
+    """`mesh.rules.per_device`; verl's names look alike."""
+    for page in (page for page in PAGES if page.stem != "from_verl"):
+        for name in re.findall(r"`([a-z]+\.[a-z_]+\.\w+)`", page.read_text()):
+            package, module, function = name.split(".")
+            is_ours = (ROOT / "jaxrl" / package).is_dir()
+            if is_ours and config_tree.setting_type(Config, name) is None:
+                source = (ROOT / "jaxrl" / package / f"{module}.py").read_text()
+                assert re.search(rf"^(def|class) {function}\b", source, re.MULTILINE), (page, name)

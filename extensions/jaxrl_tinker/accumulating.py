@@ -6,7 +6,7 @@
                                 top-k and drawn tokens
     apply(numbers)           -> norm of the gradient       weights, moments; the gradients are gone
 
-A loss is a sum over tokens with explicit targets (`algos.summed_losses`); nothing is divided. Every batch has
+A loss is a sum over tokens with explicit targets (`summed_losses`); nothing is divided. Every batch has
 the same shape, whatever its sequences, and its empty microbatches are skipped at run time, so each loss
 compiles once. `pack_targets` cuts a larger request into several batches. The optimiser's numbers are
 arguments of its program.

@@ -369,8 +369,8 @@ _METRICS = (
     ("running", "vllm:num_requests_running", "", "gauge", "Samples in the decode loop."),
     ("sampled", "vllm:generation_tokens_total", "", "counter", "Tokens sampled."),
     ("prompt", "vllm:prompt_tokens_total", "", "counter", "Tokens of prompts."),
-    ("prompt", "vllm:prefix_cache_queries_total", "", "counter", "The same."),
-    ("known", "vllm:prefix_cache_hits_total", "", "counter", "Those of known pages."),
+    ("prompt", "vllm:prefix_cache_queries_total", "", "counter", "Tokens of prompts."),
+    ("known", "vllm:prefix_cache_hits_total", "", "counter", "Tokens of prompts in known pages."),
     *(
         (field, "vllm:request_success_total", f',finished_reason="{reason}"', "counter", "Answers.")
         for field, reason in (("stopped", STOP), ("full", LENGTH))
