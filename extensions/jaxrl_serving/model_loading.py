@@ -161,9 +161,12 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     prompt = prompt or context - response
     response = response or context - prompt
     if min(prompt, response) < 1 or prompt + response > context:
+        limits = {
+            name: getattr(config, name) for name in ("max_prompt_tokens", "max_response_tokens")
+        }
+        given = " and ".join(f"--{name} {limit}" for name, limit in limits.items() if limit)
         raise UserError(
-            f"--max_prompt_tokens {config.max_prompt_tokens} and --max_response_tokens "
-            f"{config.max_response_tokens} do not fit into the {context} positions of the model "
+            f"{given}: the model has {context} positions for a prompt and its response "
             "(max_position_embeddings of its config.json); lower them, or leave them out"
         )
     return TokenLimits(prompt, response, prompt + response)

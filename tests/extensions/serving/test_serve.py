@@ -902,7 +902,8 @@ def test_the_longest_sequences(given, fitting, expected):
 
 @pytest.mark.parametrize("given", [{"max_prompt_tokens": 8192}, {"max_response_tokens": 9000}])
 def test_limits_outside_of_the_context_are_refused(given):
-    with pytest.raises(UserError, match="do not fit into the 8192 positions of the model"):
+    ((name, limit),) = given.items()
+    with pytest.raises(UserError, match=f"^--{name} {limit}: the model has 8192 positions"):
         lengths_of(ServeConfig(model="x", **given), 8192, lambda: 0)
 
 
