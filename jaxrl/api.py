@@ -381,7 +381,8 @@ def _by_name(reward: Rewards) -> dict[str, Reward]:
     """Rewards by the names of their terms: their functions' names; "reward" for a single one."""
     if isinstance(reward, str) or callable(reward):
         return {"reward": reward}
-    several = isinstance(reward, Iterable) and not isinstance(reward, Mapping | bytes)
+    # Not of any iterable: that of a frame has the names of its columns.
+    several = isinstance(reward, Sequence) and not isinstance(reward, bytes)
     rewards = list(reward) if several else []
     if not rewards or not all(isinstance(one, str) or callable(one) for one in rewards):
         raise UserError(

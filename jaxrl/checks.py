@@ -309,11 +309,12 @@ def is_finite(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Formats `value` for a message; long values are cut."""
+    """Formats `value` for a message in one line; long values are cut."""
     # Python refuses to print integers of more than 4,300 digits.
     if isinstance(value, int) and value.bit_length() > 400:
         return f"of about {int(value.bit_length() * math.log10(2)):,} digits"
-    text = repr(value)
+    # Arrays and frames have several lines.
+    text = " ".join(map(str.strip, repr(value).splitlines()))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
 
 

@@ -403,7 +403,18 @@ def test_the_order_of_rewards_makes_no_other_run(here):
         ({"nme": "mine"}, 'unknown keyword "nme"; near: name='),
         *(
             ({"reward": value}, "^reward = .*expected a function, its path, or a list of these")
-            for value in ([], (), 5, True, b"f", [5], [brevity, None], {}, {"f": brevity}, 0.5)
+            for value in (
+                [],
+                (),
+                5,
+                True,
+                b"f",
+                [5],
+                [brevity, None],
+                {},
+                {"f": brevity},
+                {"a.py:f"},
+            )
         ),
         *(({"agent": value}, "^agent = .*expected a function") for value in (5, True, [brevity])),
         *(
@@ -428,6 +439,10 @@ def test_the_order_of_rewards_makes_no_other_run(here):
             "row 1 of train has a value that is no JSON",
         ),
         ({"optim__lr": "fast"}, "optim.lr"),
+        (
+            {"optim__lr": np.zeros((2, 2))},
+            r"^optim.lr = array\(\[\[0., 0.\], \[0., 0.\]\]\): Input",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_keeps_nothing(here, changes, told):
