@@ -97,9 +97,8 @@ class Prompts:
 
     def problem_key(self, n: int) -> str:
         """A text for problem n: its text, truth and other fields in short, the same in every run."""
-        problem = [self.texts[n], self.answers[n], self.extras[n]]
-        content = json.dumps(problem, sort_keys=True).encode()
-        return hashlib.sha256(content).hexdigest()[:16]
+        content = json.dumps([self.texts[n], self.answers[n], self.extras[n]], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Prompts:
         """The prompts at `indices`, in that order."""
