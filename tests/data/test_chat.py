@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.errors import UserError
+from jaxrl.user_code import bundled_recipes
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 PLAIN = "user: 2 + 2?\nassistant: 4</s>\nassistant: "
@@ -47,6 +48,13 @@ def test_threads_may_render_at_once():
     assert texts[1::2] == [f"{2 * i} {i}" for i in range(1, 50)]
     assert all(text.count("user:") == i for i, text in enumerate(texts[::2], start=1))
     assert plain.render(MESSAGES) == PLAIN
+
+
+def test_our_template_with_tools_shows_a_tool_without_parameters():
+    template = template_of(bundled_recipes().joinpath("shared/chatml_tools.jinja").read_text())
+    kinds = {"parameters": {"properties": {"a": {}, "b": {}}}}, {"parameters": {}}, {}
+    tools = [{"type": "function", "function": {"name": "f", **kind}} for kind in kinds]
+    assert "Tools: f(a, b), f(), f()<|im_end|>" in template.render(MESSAGES, tools=tools)
 
 
 def test_any_text_comes_back_as_it_went():
