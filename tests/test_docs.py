@@ -229,9 +229,8 @@ def test_names_of_the_architecture_exist():
 def test_functions_that_pages_name_with_their_modules_exist():
     """`mesh.rules.per_device`; verl's names look alike."""
     for page in (page for page in PAGES if page.stem != "from_verl"):
-        for name in re.findall(r"`([a-z]+\.[a-z_]+\.\w+)`", page.read_text()):
-            package, module, function = name.split(".")
-            is_ours = (ROOT / "jaxrl" / package).is_dir()
-            if is_ours and config_tree.setting_type(Config, name) is None:
-                source = (ROOT / "jaxrl" / package / f"{module}.py").read_text()
+        for package, name, function in re.findall(r"`([a-z]+)\.(\w+)\.(\w+)`", page.read_text()):
+            is_setting = config_tree.setting_type(Config, f"{package}.{name}.{function}")
+            if (folder := ROOT / "jaxrl" / package).is_dir() and not is_setting:
+                source = (folder / f"{name}.py").read_text()
                 assert re.search(rf"^(def|class) {function}\b", source, re.MULTILINE), (page, name)
