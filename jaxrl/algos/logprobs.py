@@ -24,46 +24,21 @@ def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The definition of a token's probability. `rollout.sampling.draw_whole` has the same sums in one pass.
     """
-    # XLA on CPU computes a reduction of several arrays serially. Elsewhere several reductions read the logits
-    # several times.
-    return jax.lax.platform_dependent(logits, cpu=by_reductions, default=by_one_reduction)
-
-
-def by_reductions(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`log_softmax_entropy` for CPU."""
     # In float32: bfloat16 has not even three digits, and losses take differences of log-probabilities.
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return logprobs, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
 def by_one_reduction(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`log_softmax_entropy` in one pass over the logits, and one in its backward pass."""
+    """`log_softmax_entropy` in one pass over the logits; JAX has no derivative of it."""
     logits = logits.astype(jnp.float32)
-    sums = checkpoint_name(softmax_sums(logits), SUMS)
-    largest, log_total, entropy = (x[..., None] for x in sums)
-    return logits - largest - log_total, entropy[..., 0]
-
-
-@jax.custom_jvp
-def softmax_sums(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest logit, the log of the sum of exp(logit - largest), and the entropy, [...] of [..., V]."""
     operands = (logits, jnp.ones_like(logits), jnp.zeros_like(logits))
     # Finite, since the distance of two infinities is NaN.
     start = tuple(jnp.float32(x) for x in (jnp.finfo(jnp.float32).min, 0.0, 0.0))
-    largest, total, below = jax.lax.reduce(operands, start, join_sums, (logits.ndim - 1,))
+    sums = jax.lax.reduce(operands, start, join_sums, (logits.ndim - 1,))
+    largest, total, below = (x[..., None] for x in checkpoint_name(sums, SUMS))
     log_total = jnp.log(total)
-    return largest, log_total, log_total - below / total
-
-
-@softmax_sums.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]):
-    (logits,), (d_logits,) = primals, tangents
-    sums = largest, log_total, entropy = checkpoint_name(softmax_sums(logits), SUMS)
-    logprobs = logits - largest[..., None] - log_total[..., None]
-    weighted = jnp.exp(logprobs) * d_logits
-    d_entropy = -jnp.sum(weighted * (logprobs + entropy[..., None]), axis=-1)
-    # Only the sum of the first two means anything: the first is a constant.
-    return sums, (jnp.zeros_like(largest), jnp.sum(weighted, axis=-1), d_entropy)
+    return logits - largest - log_total, (log_total - below / total)[..., 0]
 
 
 def join_sums(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -78,10 +53,19 @@ def join_sums(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array
     return largest, a[1] * keep_a + b[1] * keep_b, below_a * keep_a + below_b * keep_b
 
 
+def _in_few_passes(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # XLA on CPU computes a reduction of several arrays serially. Elsewhere several reductions read the logits
+    # several times.
+    return jax.lax.platform_dependent(logits, cpu=log_softmax_entropy, default=by_one_reduction)
+
+
 @jax.custom_jvp
 def logprob_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities of `tokens` [...] and entropies [...], of logits [..., V]."""
-    logprobs, entropy = log_softmax_entropy(logits)
+    """Log-probabilities of `tokens` [...] and entropies [...], of logits [..., V].
+
+    To be differentiated once: `log_softmax_entropy` has second derivatives.
+    """
+    logprobs, entropy = _in_few_passes(logits)
     return of_tokens(logprobs, tokens), entropy
 
 
@@ -90,7 +74,7 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]):
     # By hand, since JAX's own gradient of picking a token scatters into one more array of the logits' size:
     # twice the memory on TPU. Transposed, this is d logprob / d logit = [v is the token] - p.
     (logits, tokens), d_logits = primals, tangents[0].astype(jnp.float32)
-    logprobs, entropy = log_softmax_entropy(logits)
+    logprobs, entropy = _in_few_passes(logits)
     p = jnp.exp(logprobs)
     d_logprob = jnp.sum((jax.nn.one_hot(tokens, p.shape[-1]) - p) * d_logits, axis=-1)
     d_entropy = -jnp.sum(p * (logprobs + entropy[..., None]) * d_logits, axis=-1)

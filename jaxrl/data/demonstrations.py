@@ -11,6 +11,7 @@ template writes them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -145,9 +146,12 @@ def read_demonstrations(path: str | pathlib.Path, *, source: str) -> tuple[Demon
 
     def parse(row: Row) -> Demonstration:
         tools = row.get("tools") or ()
-        # Some data sets have the text of a list there.
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        if not all(isinstance(tool, Mapping) for tool in tools):
+        if isinstance(tools, str):
+            # Some data sets have the text of a list there.
+            with contextlib.suppress(ValueError):
+                tools = json.loads(tools) or ()
+        is_list = isinstance(tools, Sequence) and not isinstance(tools, str)
+        if not is_list or not all(isinstance(tool, Mapping) for tool in tools):
             raise BadRow(f"field 'tools' is {shown(tools)}; it must be a list of tools")
         if "messages" in row:
             what = "field 'messages'"

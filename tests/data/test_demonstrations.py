@@ -290,8 +290,10 @@ def test_the_mask_is_that_of_transformers(tmp_path):
 
 
 def test_tools_are_a_list(tmp_path):
-    for tools in ("[1]", [1], 5, "no JSON"):
-        with pytest.raises(UserError, match=r"rows.jsonl:1: "):
+    for tools in ("[1]", [1], 5, True, "no JSON"):
+        with pytest.raises(
+            UserError, match=r"rows.jsonl:1: field .tools. is .*; it must be a list of tools"
+        ):
             example_of(CALLED, MARKED, tmp_path, tools=tools)
 
 
