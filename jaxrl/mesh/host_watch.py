@@ -80,11 +80,12 @@ class Peers:
     Args:
       processes: their numbers.
       now_s: seconds of a monotonic clock.
+      seen: what is known of some of them.
     """
 
-    def __init__(self, processes: Iterable[int], now_s: float):
+    def __init__(self, processes: Iterable[int], now_s: float, seen: Peers | None = None):
         unseen = {i: Heartbeat(i, "unknown", -1, "never seen") for i in processes}
-        self._last = unseen
+        self._last = unseen | (seen._last if seen else {})
         self._since_s = dict.fromkeys(unseen, now_s)
 
     def note(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
@@ -199,7 +200,7 @@ class HostWatch:
             if self._process:
                 # Process 0 may have no such program, and then finds the loss later.
                 others = (i for i in range(self._num_processes) if i != self._process)
-                self._peers = Peers(others, time.monotonic())
+                self._peers = Peers(others, time.monotonic(), self._peers)
             self._broken = True
             self._say(
                 f"{self._name} could not go on ({str(error).splitlines()[0]}); whether another process is "

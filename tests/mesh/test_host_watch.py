@@ -187,6 +187,15 @@ def test_a_program_that_breaks_off_is_explained_sooner(kind, waits, capfd):
     assert "process 0 (host unknown, never seen) has given no sign of life" in second
 
 
+def test_who_was_seen_before_a_program_broke_off_keeps_host_and_phase():
+    store = Store()
+    with watch_of(store, 0, [], lost_after_s=6), watch_of(store, 1, [], lost_after_s=6) as watch:
+        wait_for(lambda: "never seen" not in watch.names_of_first_and_own()[0])
+        watch.suspect_loss(jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"))
+        named = watch.names_of_first_and_own()[0]
+    assert named == f"process 0 (host {socket.gethostname()}, starting)"
+
+
 def test_a_fault_keeps_its_traceback_and_is_told_to_the_other(capfd):
     store, ends, others = Store(), [], []
     with watch_of(store, 0, others, lost_after_s=2):
