@@ -227,8 +227,8 @@ def checked_text(value: Any, what: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRow(
-            f"{what} has half a surrogate pair ({error}), which no tokenizer reads; "
-            "fix or remove the line"
+            f"{what} has bytes that are no UTF-8, or half a surrogate pair ({error}), which no tokenizer "
+            "reads; save the file as UTF-8, or fix or remove the line"
         ) from error
     if "\0" in value:
         raise BadRow(f"{what} has a NUL character; fix or remove the line")

@@ -351,7 +351,9 @@ def test_a_trainer_takes_the_experts_of_its_sampler():
                 own = np.flatnonzero((packed.sequence[0, m, r] == number) & live[m, r])
                 if number < 0:
                     continue
-                sequence = np.concatenate([prompts.tokens[number // 24], completions.tokens[number]])
+                sequence = np.concatenate(
+                    [prompts.tokens[number // 24], completions.tokens[number]]
+                )
                 kept = completions.routes[number].reshape(len(sequence) - 1, -1)
                 np.testing.assert_array_equal(tokens[m, r, own], sequence[-len(own) :])
                 # The last token was not run.

@@ -396,6 +396,8 @@ class RequestReader:
                 "choices at once; ask for fewer",
                 param="prompt" if len(prompts) > most_choices else "n",
             )
+        if max_tokens < 1:
+            raise ApiError(f"max_tokens is {max_tokens}; it must be 1 or more", param="max_tokens")
         if sampling.min_tokens > max_tokens:
             raise ApiError(
                 f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}; lower it",

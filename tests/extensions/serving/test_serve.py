@@ -529,6 +529,7 @@ def test_bytes_of_tokens_are_their_own_and_make_the_text(client, loaded):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 90}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
