@@ -18,6 +18,7 @@ from jaxrl.models.attention import TreeSegments, attention, pick_implementation
 from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache
+from jaxrl.models.kernels import cudnn_attention as cudnn
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention, segment_offsets
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import needed_tiles
@@ -309,14 +310,11 @@ has_offsets = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="need
 
 
 def test_segments_are_told_by_their_begins_and_lengths():
-    """Padding is a segment too; behind the last one stands -1. The last row has more than four."""
-    ids = jnp.array([[4, 4, 4, 2, 2, 7, 0, 0], [1] * 8, [1, 2, 3, 4, 5, 5, 5, 5]], jnp.int32)
-    lengths, offsets, fits = segment_offsets(ids[:2], 4)
+    """Padding is a segment too; behind the last one stands -1."""
+    ids = jnp.array([[4, 4, 4, 2, 2, 7, 0, 0], [1] * 8], jnp.int32)
+    lengths, offsets = segment_offsets(ids, 4)
     np.testing.assert_array_equal(lengths, [[3, 2, 1, 2], [8, -1, -1, -1]])
     np.testing.assert_array_equal(offsets, [[0, 3, 5, 6, -1], [0, -1, -1, -1, -1]])
-    assert fits
-    assert not segment_offsets(ids, 4)[2]
-    assert segment_offsets(ids, 5)[2]
 
 
 def attention_by_offsets(q, k, v, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
@@ -338,15 +336,25 @@ def attention_by_offsets(q, k, v, q_seqlen, kv_seqlen, q_offsets, kv_offsets, sc
 
 
 @has_offsets
-@pytest.mark.parametrize("segments", [3, 20], ids=["fits", "too many"])
-def test_cudnn_gets_segments_by_offsets_on_hopper(monkeypatch, segments):
-    """Rows of 41 tokens, padded to 42; 20 segments are more than the 16 that the kernel is built for."""
-    monkeypatch.setattr(fused, "dot_product_attention", attention_by_offsets)
+@pytest.mark.parametrize(("segments", "used"), [(3, 16), (18, 21), (30, None)])
+def test_cudnn_gets_segments_by_offsets_on_hopper(monkeypatch, segments, used):
+    """Rows of 41 tokens, padded to 42, for kernels with room for 16 and 21 segments, and the way for more."""
+    rooms = set()
+
+    def kernel(*arrays, q_seqlen, **options):
+        jax.debug.callback(functools.partial(rooms.add, q_seqlen.shape[1]))
+        return attention_by_offsets(*arrays, q_seqlen=q_seqlen, **options)
+
+    monkeypatch.setattr(fused, "dot_product_attention", kernel)
+    monkeypatch.setattr(cudnn, "_TOKENS_OF_A_SEGMENT", 2)
     rng = np.random.default_rng(0)
     q, d_out = normal(rng, 2, 41, 4, 8), normal(rng, 2, 41, 4, 8)
     k, v = normal(rng, 2, 41, 2, 8), normal(rng, 2, 41, 2, 8)
-    ids = np.sort(rng.integers(1, segments + 1, (2, 41))).astype(np.int32)
-    ids[0, -5:] = 0
+    # The first row has as many segments as that, padding included.
+    ids = np.sort(np.arange(41)[None] % np.array([[segments - 1], [2]]) + 1, axis=1).astype(
+        np.int32
+    )
+    ids[0, -1:] = 0
 
     def ours(q, k, v, ids):
         return attention(q, k, v, ids, implementation="cudnn", device=HOPPER)
@@ -357,6 +365,8 @@ def test_cudnn_gets_segments_by_offsets_on_hopper(monkeypatch, segments):
         strict=True,
     ):
         assert_close(got, twin)
+    jax.effects_barrier()
+    assert rooms == {used} - {None}
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ from jaxrl.private import cudnn_attention as fused
 # The first version of JAX known to count the offsets of keys by key-value heads (jax pull request 39521).
 _OFFSETS_SINCE = (0, 11, 2)
 # For each of M segments the kernel starts blocks for all tiles of a row, also if the row has fewer: at 8,192
-# tokens 16 take 0.89 ms, 64 take 1.36 and 256 3.36 (H200, benchmarks/results/2026-11-26-h200.md).
+# tokens 16 take 0.89 ms, 64 take 1.36 and 256 3.36 (H200, benchmarks/results/2026-11-26-h200.md). So there are
+# two kernels, for the fewest and for the most, and rows take the smaller one if they fit.
 _TOKENS_OF_A_SEGMENT, _FEWEST_SEGMENTS, _MOST_SEGMENTS = 128, 16, 64
 # Sums of the softmax are kept for M segments of each head and row: no more than for 64 of 32,768 tokens.
 _MOST_SUMS = 64 * 32_768
@@ -113,10 +114,10 @@ def _by_offsets(
 ) -> jax.Array:
     tokens = segment_ids_BT.shape[1]
     most = min(tokens // _TOKENS_OF_A_SEGMENT, _MOST_SEGMENTS, _MOST_SUMS // tokens)
-    most = max(most, _FEWEST_SEGMENTS)
-    lengths_BM, offsets_BN, fits = segment_offsets(segment_ids_BT, most)
+    sizes = sorted({_FEWEST_SEGMENTS, max(most, _FEWEST_SEGMENTS)})
 
-    def kernel(q, k, v):
+    def kernel(most: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        lengths_BM, offsets_BN = segment_offsets(segment_ids_BT, most)
         return fused.dot_product_attention(
             *(q, k, v),
             q_seqlen=lengths_BM,
@@ -130,29 +131,35 @@ def _by_offsets(
     slower = functools.partial(
         xla_attention, segments=segment_ids_BT, kind=FULL, block_tokens=_BLOCK_TOKENS
     )
-    return jax.lax.cond(fits, kernel, slower, q_BTQH, k_BTKH, v_BTKH)
+    # The smallest size in which the segments of every row fit.
+    index = (_starts(segment_ids_BT).sum(axis=1).max() > jnp.array(sizes)).sum()
+    ways = [*(functools.partial(kernel, size) for size in sizes), slower]
+    return jax.lax.switch(index, ways, q_BTQH, k_BTKH, v_BTKH)
 
 
-def segment_offsets(segment_ids_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where segments begin, as the kernel wants it. Padding is a segment like others.
+def _starts(segment_ids_BT: jax.Array) -> jax.Array:
+    """Whether a token begins a segment, bool [B, T]. Padding is a segment like others."""
+    new_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)
+    return new_BT.at[:, 0].set(True)
+
+
+def segment_offsets(segment_ids_BT: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Where segments begin, as the kernel wants it.
 
     Args:
       segment_ids_BT: int32; neighbours with the same id are a segment.
       most: M.
 
     Returns:
-      (lengths, int32 [B, M]; places of the first tokens, int32 [B, M + 1]; bool, whether no row has more than
-      M segments), with -1 behind the last segment of a row.
+      (lengths, int32 [B, M]; places of the first tokens, int32 [B, M + 1]), with -1 behind the last segment
+      of a row. Those that do not fit are dropped.
     """
     B, T = segment_ids_BT.shape
-    new_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)
-    new_BT = new_BT.at[:, 0].set(True)
-    segment_BT = jnp.cumsum(new_BT, axis=1) - 1
-    # Those that do not fit are dropped.
-    number_BT = jnp.where(new_BT, segment_BT, T)
+    new_BT = _starts(segment_ids_BT)
+    number_BT = jnp.where(new_BT, jnp.cumsum(new_BT, axis=1) - 1, T)
     rows_B1 = jnp.arange(B)[:, None]
     begin_BN = jnp.full((B, most + 1), -1, jnp.int32)
     begin_BN = begin_BN.at[rows_B1, number_BT].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
     next_BM = jnp.where(begin_BN[:, 1:] < 0, T, begin_BN[:, 1:])
     lengths_BM = jnp.where(begin_BN[:, :-1] < 0, -1, next_BM - begin_BN[:, :-1])
-    return lengths_BM, begin_BN, jnp.all(segment_BT[:, -1] < most)
+    return lengths_BM, begin_BN
