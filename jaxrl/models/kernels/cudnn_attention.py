@@ -29,8 +29,8 @@ from jaxrl.private import cudnn_attention as fused
 # The first version of JAX known to count the offsets of keys by key-value heads (jax pull request 39521).
 _OFFSETS_SINCE = (0, 11, 2)
 # For each of M segments the kernel starts blocks for all tiles of a row, also if the row has fewer: at 8,192
-# tokens 16 take 0.89 ms, 64 take 1.36 and 256 3.36 (H200, benchmarks/results/2026-11-26-h200.md). So there are
-# two kernels, for the fewest and for the most, and rows take the smaller one if they fit.
+# tokens 16 take 0.89 ms, 64 take 1.36 and 256 3.36 (H200, benchmarks/results/2026-11-26-h200.md). So there
+# are two kernels, for the fewest and for the most, and rows take the smaller one if they fit.
 _TOKENS_OF_A_SEGMENT, _FEWEST_SEGMENTS, _MOST_SEGMENTS = 128, 16, 64
 # Sums of the softmax are kept for M segments of each head and row: no more than for 64 of 32,768 tokens.
 _MOST_SUMS = 64 * 32_768
