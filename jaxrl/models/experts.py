@@ -363,8 +363,7 @@ def _in_chunks(
         live, experts, token, pair = of
 
         def run() -> jax.Array:
-            share = _of_pairs(share_M, pair)
-            return way.apply(x_ND[token], share, weights, experts, activation)
+            return way.apply(x_ND[token], _of_pairs(share_M, pair), weights, experts, activation)
 
         nothing = functools.partial(jnp.zeros, (*token.shape, x_ND.shape[-1]), x_ND.dtype)
         return jax.lax.cond(live, run, nothing)
@@ -390,8 +389,7 @@ def _in_chunks_backward(way: _Way, activation: str, saved, d_out_MD: jax.Array):
             return jax.tree.map(lambda d, one: d + one.astype(d.dtype), d_weights, more), d_rows
 
         def nothing(d_weights: ExpertWeights):
-            rows = jax.eval_shape(gradients, *arrays)[0]
-            return d_weights, jax.tree.map(jnp.zeros_like, rows)
+            return d_weights, jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients, *arrays)[0])
 
         return jax.lax.cond(live, run, nothing, d_weights)
 
