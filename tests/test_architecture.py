@@ -339,11 +339,11 @@ BUDGETS = {
     "lines of code of jaxrl_code": 980,
     "lines of code of jaxrl_planner": 5_066,
     "lines of code of jaxrl_pods": 888,
-    "lines of code of jaxrl_serving": 2_020,
+    "lines of code of jaxrl_serving": 2_021,
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 48_320,
+    "lines of code of tests": 48_335,
 }
 MIN_COMMENT_PERCENT = 4.0
 
