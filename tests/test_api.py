@@ -398,7 +398,10 @@ def test_the_order_of_rewards_makes_no_other_run(here):
         ({"rewards": brevity}, 'unknown keyword "rewards"; near: reward='),
         ({"train_dataset": ROWS}, 'unknown keyword "train_dataset"; near: data='),
         # A name of TRL or verl is not compared by its letters, such as with num_steps or reward.
-        ({"save_steps": 5}, 'unknown keyword "save_steps"; near: run__save_every=$'),
+        (
+            {"save_steps": 5},
+            'unknown keyword "save_steps"; near: run__save_every=, sft__save_every=$',
+        ),
         ({"scale_rewards": True}, "near: algorithm__advantage=, algorithm__advantage_options=$"),
         ({"nme": "mine"}, 'unknown keyword "nme"; near: name='),
         *(
