@@ -36,6 +36,8 @@ from jaxrl.private import coordination_client, coordinator_address
 
 AUTO = "auto"
 PATHWAYS = "pathways"
+# For how long a process that ends with an error looks whether process 0 is gone.
+_LAST_LOOK_S = 2.0
 # Timeout of JAX's own heartbeats. It is longer than ours, so that ours, whose message says more, come first.
 _JAX_HEARTBEAT_S = 100
 
@@ -143,9 +145,18 @@ def start(config: HostsConfig) -> None:
             "hosts.num_processes and hosts.process_id, and start all processes"
         ) from error
     leaves = threading.Event()
+    follower = threading.Thread(target=_follow_first, args=(leaves,), daemon=True)
+
+    def leave() -> None:
+        # An error that was not caught, and perhaps of communication: then `follower` is about to say who is
+        # gone, and ends this process.
+        if isinstance(getattr(sys, "last_value", None), RuntimeError):
+            follower.join(_LAST_LOOK_S)
+        leaves.set()
+
     # Runs before JAX's own: once all processes have left, process 0 ends as it should.
-    atexit.register(leaves.set)
-    threading.Thread(target=_follow_first, args=(leaves,), daemon=True).start()
+    atexit.register(leave)
+    follower.start()
 
 
 # The watch of this process during a multi-process run. Global, like JAX's distributed client.
