@@ -325,10 +325,10 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 31_575,
+    "lines of code of jaxrl/": 31_580,
     "files of jaxrl/": 242,
     "lines of code of its largest package": 5_555,
-    "lines of code that trainer/ imports, itself included": 27_305,
+    "lines of code that trainer/ imports, itself included": 27_310,
     "files that trainer/ imports, itself included": 200,
     "settings": 200,
     "functions per 1,000 lines of code": 87,
