@@ -4,8 +4,8 @@
 
 The game is in configs/shared/number_game.py: up to six turns, "It is higher." or "It is lower." between them.
 Hardware: any two cores, 2 GB of memory, no accelerator; 23 to 30 minutes of one core's time. Score to
-expect: held-out games won (avg@8, temperature 1) from 32 to 44% after SFT to 85 to 94%, three seeds
-(docs/agents.md).
+expect: held-out games won (avg@8, temperature 1) from 32 to 44% after SFT to 75 to 94%, four runs of
+three seeds (docs/agents.md).
 """
 
 import pathlib
