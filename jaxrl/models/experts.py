@@ -501,7 +501,7 @@ def _by(multiply: GroupedMatmul) -> _Way:
         weights: ExpertWeights,
         experts: Any,
         activation: str,
-        d_out_CD,
+        d_out_CD: jax.Array,
     ) -> tuple[jax.Array, jax.Array | None, ExpertWeights]:
         _, pull = jax.vjp(lambda *of: apply(*of, experts, activation), x_CD, share_C, weights)
         return pull(d_out_CD)

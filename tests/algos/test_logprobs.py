@@ -245,24 +245,31 @@ def test_one_reduction_leaves_a_vocabulary_of_eight_devices_where_it_is(monkeypa
     assert_close(compiled(jax.device_put(x_NV, split)), jax.value_and_grad(loss)(x_NV), rtol=2e-5)
 
 
-def test_a_chunk_keeps_the_sums_and_no_more_for_its_backward_pass(monkeypatch):
-    """Three numbers a token are kept of the forward pass: the backward pass reduces nothing but gradients."""
-    monkeypatch.setattr(definition, "_in_few_passes", definition.by_one_reduction)
-    vocabulary, tokens = 997, 64
+def gradient_of_chunks(vocabulary, tokens, **options):
+    """The gradient of log-probabilities of B rows, by hidden states and head, traced."""
     tokens_BT = jnp.zeros((B, tokens), jnp.int32)
 
-    def mean(hidden_BTD, weight_DV):
+    def total(hidden_BTD, weight_DV):
         return token_logprobs(
             lambda hidden, _: hidden @ weight_DV,
             hidden_BTD,
             tokens_BT,
             jnp.ones_like(tokens_BT),
             temperature=1.0,
-            chunk_tokens=4,
+            **options,
         )[0].sum()
 
-    shapes = jnp.zeros((B, tokens, D)), jnp.zeros((D, vocabulary))
-    text = str(jax.make_jaxpr(jax.grad(mean, argnums=(0, 1)))(*shapes))
+    shapes = (
+        jax.ShapeDtypeStruct((B, tokens, D), "float32"),
+        jax.ShapeDtypeStruct((D, vocabulary), "float32"),
+    )
+    return jax.jit(jax.grad(total, argnums=(0, 1))).trace(*shapes)
+
+
+def test_a_chunk_keeps_the_sums_and_no_more_for_its_backward_pass(monkeypatch):
+    """Three numbers a token are kept of the forward pass: the backward pass reduces nothing but gradients."""
+    monkeypatch.setattr(definition, "_in_few_passes", definition.by_one_reduction)
+    text = str(gradient_of_chunks(997, 64, chunk_tokens=4).jaxpr)
     assert len(re.findall(r"= reduce\[", text)) == 1
 
 
@@ -279,24 +286,10 @@ def test_ids_without_probability_leave_entropy_finite(way):
 def test_logits_of_the_whole_batch_are_never_in_memory(truncation, chunk_tokens):
     """Forward and backward: no intermediate holds B x T x V values."""
     vocabulary, tokens = 997, 64
-    tokens_BT = jnp.zeros((B, tokens), jnp.int32)
-
-    def mean(hidden_BTD, weight_DV):
-        return token_logprobs(
-            lambda hidden, _: hidden @ weight_DV,
-            hidden_BTD,
-            tokens_BT,
-            jnp.ones_like(tokens_BT),
-            temperature=1.0,
-            chunk_tokens=chunk_tokens,
-            truncation=truncation,
-        )[0].sum()
-
-    shapes = (
-        jax.ShapeDtypeStruct((B, tokens, D), jnp.float32),
-        jax.ShapeDtypeStruct((D, vocabulary), jnp.float32),
+    program = gradient_of_chunks(
+        vocabulary, tokens, chunk_tokens=chunk_tokens, truncation=truncation
     )
-    text = jax.jit(jax.grad(mean, argnums=(0, 1))).lower(*shapes).compile().as_text()
+    text = program.lower().compile().as_text()
     assert f"{chunk_tokens},{vocabulary}]" in text
     for positions in (B * tokens, f"{B * tokens // chunk_tokens},{chunk_tokens}", f"{B},{tokens}"):
         assert f"{positions},{vocabulary}]" not in text

@@ -130,6 +130,41 @@ def test_gradients_by_finite_differences(apply, inputs):
         np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / 2e-6, rtol=1e-6)
 
 
+@all_ways
+def test_experts_in_bfloat16_round_no_further_than_their_products(apply):
+    """At widths of 256, with biases: outputs and gradients of inputs and shares, against float64 in NumPy."""
+    x, share = normal(1, 40, 256), np.abs(normal(1, 40, 2, seed=1))
+    gate, up, down = (normal(4, 256, 256, seed=2 + i) / 16 for i in range(3))
+    bias, along = normal(4, 256, seed=5), normal(1, 40, 256, seed=6)
+    expert = np.random.default_rng(7).integers(0, 4, (1, 40, 2)).astype(np.int32)
+    narrow = lambda *arrays: [jnp.asarray(a, jnp.bfloat16) for a in arrays]  # noqa: E731
+    x, gate, up, down, bias, along = narrow(x, gate, up, down, bias, along)
+
+    def loss(x, share):
+        weights = named(gate, up, down)
+        weights["down"]["bias"] = bias
+        out = apply(x, expert, share, weights)
+        return (out * along).astype(jnp.float32).sum(), out
+
+    (d_x, d_share), out = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, jnp.asarray(share))
+    wide = lambda a: np.asarray(a, np.float64)  # noqa: E731
+    expected = {"out": np.zeros((40, 256)), "share": np.zeros((40, 2)), "x": np.zeros((40, 256))}
+    for t, a in np.ndindex(40, 2):
+        e, row, d_out = expert[0, t, a], wide(x)[0, t], wide(along)[0, t]
+        g, u = row @ wide(gate)[e], row @ wide(up)[e]
+        sigmoid = 1 / (1 + np.exp(-g))
+        given = (g * sigmoid * u) @ wide(down)[e] + wide(bias)[e]
+        expected["out"][t] += share[0, t, a] * given
+        expected["share"][t, a] = d_out @ given
+        d_hidden = share[0, t, a] * (wide(down)[e] @ d_out)
+        d_g = d_hidden * u * sigmoid * (1 + g * (1 - sigmoid))
+        expected["x"][t] += wide(gate)[e] @ d_g + wide(up)[e] @ (d_hidden * g * sigmoid)
+    for got, name in ((out, "out"), (d_share, "share"), (d_x, "x")):
+        error = np.abs(wide(got)[0] - expected[name]).max() / np.abs(expected[name]).max()
+        # A few roundings of 2**-9.
+        assert error < 0.012, (name, error)
+
+
 def with_adapters(weights, rank=2):
     for i, projection in enumerate(weights.values()):
         experts, rows, columns = projection["weight"].shape

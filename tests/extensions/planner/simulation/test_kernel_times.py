@@ -133,6 +133,12 @@ def test_other_bytes_of_an_update_are_those_that_were_counted():
         assert found["run side by side"] == pytest.approx(-0.13 * sum(parts))
 
 
+def test_the_last_product_of_experts_is_not_computed_again_either():
+    """48 layers, 8 experts of 2,048 x 768 a token: 1.21 GFLOP."""
+    found = model_numbers(model_shapes("qwen3-30b-a3b")).down_flops
+    assert found == 2 * 48 * 8 * 2048 * 768 == 1_207_959_552
+
+
 def test_layers_computed_again_of_the_32b_by_hand():
     """36.1 million tokens x 45.9 GFLOP without the down projection, and .55 EFLOP of attention: 29.3 s."""
     model = model_shapes("qwen2.5-32b")
