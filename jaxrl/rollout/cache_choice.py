@@ -101,9 +101,9 @@ def choose_cache(
     )
 
 
-def warn_of_pages_on_cpu(cache: str, mesh: Mesh) -> None:
+def warn_of_pages_on_cpu(cache: str, mesh: Mesh, agent: object = None) -> None:
     """Logs a warning if a user has set the cache to "paged" for a CPU. Agents have pages in any case."""
-    if cache == "paged" and platform_of(mesh) == "cpu":
+    if cache == "paged" and not agent and platform_of(mesh) == "cpu":
         logger.warning(
             "cache 'paged': on CPU pages are copied for every dispatch, and few samples decode about .4 "
             "times as fast as with 'contiguous'; set it to contiguous unless its memory is short"

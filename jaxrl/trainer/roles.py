@@ -200,7 +200,7 @@ class RoleBuilder:
                 prompts_per_batch=config.prompts_per_batch,
                 replicas=shards_of("batch", GENERATE_RULES, mesh),
             )
-            warn_of_pages_on_cpu(rollout.cache, mesh)
+            warn_of_pages_on_cpu(rollout.cache, mesh, rollout.agent)
             backend = build_backend(
                 rollout.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
             )

@@ -432,14 +432,19 @@ def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cache", "platform", "warns"),
-    [("paged", "cpu", True), ("paged", "tpu", False), ("contiguous", "cpu", False)],
+    ("cache", "platform", "agent", "warns"),
+    [
+        ("paged", "cpu", "", True),
+        ("paged", "cpu", "shared/calculator.py:agent", False),
+        ("paged", "tpu", "", False),
+        ("contiguous", "cpu", "", False),
+    ],
 )
 def test_pages_on_cpu_are_warned_about_where_a_user_has_set_them(
-    monkeypatch, caplog, cache, platform, warns
+    monkeypatch, caplog, cache, platform, agent, warns
 ):
     monkeypatch.setattr(cache_choice, "platform_of", lambda _: platform)
-    cache_choice.warn_of_pages_on_cpu(cache, mesh_of())
+    cache_choice.warn_of_pages_on_cpu(cache, mesh_of(), agent)
     assert ("set it to contiguous" in caplog.text) == warns
 
 

@@ -1003,3 +1003,14 @@ def test_what_the_command_cannot_do_is_one_line(directory, capsys):
         assert message in error and error.count("\n") == 1
     assert cli.main(["jaxrl", "serve", "--model", str(directory), "--slots=0"]) == 2
     assert capsys.readouterr().err.endswith("slots = 0: must be at least 1 and at most 1,000,000\n")
+
+
+def test_the_program_of_the_page_answers(directory, capsys):
+    page = (pathlib.Path(__file__).parents[3] / "docs/serving.md").read_text()
+    (program,) = re.findall(r"of your own\n\n```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(program.replace('"DIR"', repr(str(directory))), names)
+    printed = capsys.readouterr().out
+    # Lines of samples 0 to 3, in any order, and no event is left over.
+    assert {line.split(" ", 1)[0] for line in printed.splitlines() if line} >= {"0", "1", "2", "3"}
+    assert names["unfinished"] == 0 and names["events"].empty()
