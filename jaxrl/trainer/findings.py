@@ -24,6 +24,7 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, take_devices
 from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.huggingface.weight_loading import check_params
 from jaxrl.rewards.user import reward_function
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.tracking.run_folder import split_logger
@@ -199,7 +200,10 @@ def _check_roles(config: Config, roles: Sequence[str], faults: Faults) -> dict[s
 
 
 def _check_role(kind: RoleKind, directory: str) -> Tokenizer | None:
-    return kind.check(read_config(directory), directory)
+    model = read_config(directory)
+    tokenizer = kind.check(model, directory)
+    check_params(directory, model)
+    return tokenizer
 
 
 def _pairs(config: Config, faults: Faults) -> dict[str, Any]:

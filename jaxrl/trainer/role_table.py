@@ -32,7 +32,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.rules import GENERATE_RULES, generation_shardings, shards_of
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph, score_config
-from jaxrl.models.huggingface.weight_loading import check_params, load_params
+from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.roles.generative_judge import GenerativeJudge
@@ -116,7 +116,6 @@ class RoleKind:
                 f"{self.setting} {directory} is a model of scores, which gives no tokens probabilities; name "
                 "a language model"
             )
-        check_params(directory, model)
         return None
 
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
@@ -146,8 +145,7 @@ class CriticKind(RoleKind):
     trains = True
 
     def check(self, model: ModelConfig, directory: str) -> None:
-        # Its head is new, so a model with or without scores will do.
-        check_params(directory, model)
+        """Its head is new, so a model with or without scores will do."""
 
     def build(self, parts: BuildParts) -> Critic:
         config = parts.config
@@ -200,7 +198,6 @@ class ScoreKind(RoleKind):
                 f"{self.setting} {directory} is a language model; it must be a "
                 "...ForSequenceClassification, with a head of scores, such as configs/reward_tiny.py trains"
             )
-        check_params(directory, model)
 
     def build(self, parts: BuildParts) -> RewardModel:
         return RewardModel(parts.model, **parts.place)
@@ -254,7 +251,6 @@ class JudgeKind(RoleKind):
                 f"{self.setting} {directory} is a model of scores, which says nothing in words; set "
                 "reward.model to it, or name a language model"
             )
-        check_params(directory, model)
         tokenizer = load_tokenizer(directory)
         check_vocabulary(model, tokenizer, directory)
         return tokenizer
