@@ -4,8 +4,8 @@
 
 The agent is configs/shared/calculator.py, written with the openai client. The model's own chat template has
 no tools, so configs/shared/chatml_tools.jinja takes its place. Hardware: any two cores, 6 GB of memory, no
-accelerator; 15 processor minutes. Score to expect: held-out accuracy (avg@2, temperature 1) from 23-31% to
-95% or more after four steps; docs/agents.md has three seeds.
+accelerator; 15 processor minutes. Score to expect: held-out accuracy (avg@2, temperature 1) from 18-31% to
+94% or more after four steps; docs/agents.md has three seeds.
 """
 
 import pathlib
