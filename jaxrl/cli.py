@@ -56,6 +56,8 @@ COMMANDS = {
         "what a recipe would take: traced, or compiled for accelerators that are not here"
     ),
     "doctor": Command("checks the hosts of a run: devices, network, disk, versions"),
+    "replay": Command("makes a step of a run again, and compares it"),
+    "diff": Command("where two runs part: settings, step, sample, token"),
     "rehearse": Command(
         "runs a recipe's processes here with a small model: a few steps, a kill, a resume"
     ),

@@ -17,12 +17,14 @@ from jaxrl.errors import UserError
 EXTENSIONS = {
     # Commands, as the user types them after `jaxrl`.
     "browse": "jaxrl_browse.browse_command:main",
+    "diff": "jaxrl_proofs.diff_command:main",
     "doctor": "jaxrl_pods.doctor:main",
     "fetch": "jaxrl_smollm2.smollm2:main",
     "import-verl": "jaxrl_verl.import_verl:main",
     "mesh": "jaxrl_planner.mesh_command:main",
     "plan": "jaxrl_planner.plan_command:main",
     "rehearse": "jaxrl_pods.rehearse:main",
+    "replay": "jaxrl_proofs.replay_command:main",
     "serve": "jaxrl_serving.serve_command:main",
     # Flags of commands.
     "serve --tinker": "jaxrl_tinker.server:main",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import os
 import pathlib
+import platform
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from jaxrl.config.config_tree import flatten_config, format_config
 from jaxrl.config.schema import Config
@@ -57,6 +61,9 @@ _OF_SFT = (
     *("optim.moments", "optim.betas", "optim.epsilon", "optim.grad_clip"),
 )
 _NOT_OF_SFT = ("sft.run", "sft.save_every")
+MADE_WITH = ("jaxrl", "jax", "jaxlib", "python", "devices")
+"""Keys of `made_with`."""
+
 _AUTO = repr("auto")
 _MAX_SHOWN = 120
 # Differences that a message names.
@@ -77,6 +84,15 @@ def contents_of(config: Config) -> dict[str, str]:
         if isinstance(value, str) and value and not _is_free(name):
             found[name] = _digest(value, inputs, may_be_folder=name.endswith(_FOLDERS))
     return {name: digest for name, digest in found.items() if digest}
+
+
+def made_with() -> dict[str, str]:
+    """Versions, code and devices, further entries of `contents_of`. With others a run is still the same."""
+    code = fingerprint(pathlib.Path(__file__).parents[1], "**/*.py")
+    versions = [importlib.metadata.version(name) for name in MADE_WITH[:3]]
+    devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
+    found = f"{versions[0]} {code}", *versions[1:], platform.python_version(), devices
+    return dict(zip(MADE_WITH, found, strict=True))
 
 
 def sft_settings(config: Config, contents: Mapping[str, str]) -> dict[str, str]:

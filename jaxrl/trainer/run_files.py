@@ -22,7 +22,7 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_folder import StageFolder, parse_config
 from jaxrl.tracking.stage_checkpoints import lost_rows
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.identity import contents_of, differences, listed, run_settings
+from jaxrl.trainer.identity import contents_of, differences, listed, made_with, run_settings
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def keep_run_files(run: RunContext) -> None:
 
     def write() -> None:
         config = run.config
-        text = run_settings(config, run.contents)
+        text = run_settings(config, run.contents | made_with())
         write_atomically(config.run_folder.config, text.encode())
         keep_model_files(run)
 

@@ -1,0 +1,163 @@
+"""`jaxrl replay` and `jaxrl diff` on a run that trains in seconds, and on damaged copies of it."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+from digits import write_problems
+from tiny_runs import problems_in, tiny_config
+
+from jaxrl import cli
+from jaxrl.errors import EXIT_USER_ERROR
+from jaxrl.trainer import program
+
+REWARD = "def score(responses):\n    return [{} * len(text) for text in responses.texts]\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> pathlib.Path:
+    """The folder of a run of four steps with checkpoints of steps 2 and 4; beside it its data and reward."""
+    folder = tmp_path_factory.mktemp("made")
+    write_problems(folder)
+    (folder / "reward.py").write_text(REWARD.format(1.0))
+    config = tiny_config(
+        folder / "runs",
+        problems_in(folder),
+        {"reward.functions": {"long": {"path": f"{folder / 'reward.py'}:score", "weight": 0.1}}},
+        run__num_steps=4,
+        run__save_every=2,
+        run__rollouts_every=2,
+        evaluation__every=0,
+        algorithm__dataflow="grpo",
+        mesh__train="1-2-4",
+    )
+    assert program.train(config) == 0
+    return config.run_folder.path
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> pathlib.Path:
+    """Another run with the same name in a folder of its own, with the data and the reward where they were."""
+    copied = tmp_path / "runs" / made.parent.name / made.name
+    shutil.copytree(made, copied)
+    return copied
+
+
+def said(capsys, *arguments) -> tuple[int, str]:
+    status = cli.run(arguments[0], [f"jaxrl {arguments[0]}", *map(str, arguments[1:])])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def set_in(folder: pathlib.Path, name: str, value: str) -> None:
+    path = folder / "config.txt"
+    lines = path.read_text().splitlines()
+    assert sum(line.startswith(f"{name} = ") for line in lines) == 1
+    new = [f"{name} = {value}" if line.startswith(f"{name} = ") else line for line in lines]
+    path.write_text("\n".join(new) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("step", "start"),
+    [(4, "the checkpoint of step 2"), pytest.param(2, "the start", marks=pytest.mark.long)],
+)
+def test_a_step_made_again_is_equal_to_the_bit(made, step, start, capsys):
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    status, text = said(capsys, "replay", made, "--step", step)
+    assert status == 0 and f"step {step} of {made}, from {start}" in text, text
+    assert f"actor after step {step}: " in text and "arrays are equal" in text
+    assert "equal: 2 rows, " in text and "made with" not in text and "setting" not in text
+    # The run itself is only read.
+    after = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.long
+def test_on_another_mesh_tokens_are_equal(made, capsys):
+    status, text = said(capsys, "replay", made, "--step", 4, "--config.mesh.train=1-1-2")
+    assert status == EXIT_USER_ERROR and "needs 2, found 8" in text
+    status, text = said(capsys, "replay", made, "--step", 3, "--config.mesh.train=1-4-2")
+    assert "setting" not in text
+    assert status == 0 or "parts, by rounding alone" in text, text
+
+
+@pytest.mark.long
+def test_a_changed_setting_is_found_by_what_it_does(copy, capsys, tmp_path):
+    set_in(copy, "optim.lr", "0.002")
+    status, text = said(capsys, "replay", copy, "--step", 3, "--out", tmp_path / "again")
+    assert status == 1 and "rl step 3 parts, first in its learning rate" in text, text
+    assert "actor/lr 0.00100000005 -> 0.00200000009" in text
+    assert (tmp_path / "again" / copy.parent.name / "seed0" / "rl" / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_a_changed_grader_and_changed_data_are_named(made, copy, capsys):
+    data = made.parents[2] / "train.jsonl"
+    reward = made.parents[2] / "reward.py"
+    rows, source = data.read_text(), reward.read_text()
+    try:
+        reward.write_text(REWARD.format(2.0))
+        status, text = said(capsys, "replay", copy, "--step", 4)
+        assert status == 1 and "reward.functions.long.path" in text and "other content" in text
+        assert "rl step 3 parts, first in its verdicts" in text, text
+        reward.write_text(source)
+        changed = [json.loads(line) for line in rows.splitlines()]
+        for row in changed:
+            row["problem"] = row["problem"].replace("repeat", "repeats")
+        data.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        status, text = said(capsys, "replay", copy, "--step", 3)
+        assert status == EXIT_USER_ERROR and "data.train.path" in text, text
+        assert "has other content" in text and "is in other data" in text
+    finally:
+        reward.write_text(source)
+        data.write_text(rows)
+
+
+@pytest.mark.long
+def test_a_damaged_checkpoint_is_passed_over(copy, capsys):
+    (largest,) = sorted(
+        (copy / "rl/checkpoints/2/actor").rglob("*"), key=lambda path: path.stat().st_size
+    )[-1:]
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    status, text = said(capsys, "replay", copy, "--step", 3)
+    assert status == 0 and "from the start: no checkpoint before it" in text, text
+
+
+def test_code_and_versions_that_differ_are_named(copy, made, capsys):
+    set_in(copy, "content of jax", "'0.9.0'")
+    set_in(copy, "content of jaxrl", "'0.1.0 0123456789abcdef'")
+    status, text = said(capsys, "diff", copy, made)
+    assert status == 0 and "made with jax: '0.9.0' -> " in text
+    assert "made with jaxrl: '0.1.0 0123456789abcdef' -> " in text
+    assert "equal: 4 rows, " in text
+
+
+def test_two_runs_part_where_a_row_does(copy, made, capsys):
+    path = copy / "rl/metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[2]["actor/grad_norm"] += 1e-9
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    set_in(copy, "seed", "1")
+    status, text = said(capsys, "diff", made, copy)
+    assert status == 1 and "setting seed: 0 -> 1" in text
+    assert "rl step 3 parts, by rounding alone, first in its update" in text
+    assert "rows: rl 4 -> rl 3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("replay", "{run}", "--step", "9"), "has the steps 1 to 4"),
+        (("replay", "{run}", "--step", "0"), "has the steps 1 to 4"),
+        (("replay", "{run}/rl", "--step", "1"), "name the folder of a run"),
+        (("diff", "{run}", "/no/such/run"), "name the folder of a run"),
+        (("replay", "{run}", "--step", "3", "--out", "{run}"), "is not empty"),
+    ],
+)
+def test_what_cannot_be_compared_ends_in_a_line(made, arguments, says, capsys):
+    status, text = said(capsys, *(text.format(run=made) for text in arguments))
+    assert status == EXIT_USER_ERROR and says in text
+    assert len(text.strip().splitlines()) == 1
