@@ -326,14 +326,14 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 31_580,
+    "lines of code of jaxrl/": 31_595,
     "files of jaxrl/": 242,
     "lines of code of its largest package": 5_555,
-    "lines of code that trainer/ imports, itself included": 27_310,
+    "lines of code that trainer/ imports, itself included": 27_325,
     "files that trainer/ imports, itself included": 200,
     "settings": 200,
     "functions per 1,000 lines of code": 87,
-    "lines of code of extensions/": 17_380,
+    "lines of code of extensions/": 17_835,
     "lines of code of jaxrl_agents": 1_665,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 339,
@@ -345,7 +345,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 48_360,
+    "lines of code of tests": 48_620,
 }
 MIN_COMMENT_PERCENT = 4.0
 
