@@ -293,6 +293,10 @@ def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, me
     config = load_config(Config, str(recipe), where)
     assert program.train(config, devices=jax.devices()[:num_devices]) == 0
     assert told(again) == ([before, *rows], samples, schedule)
+    if not resumed:
+        replay = [sys.executable, "-m", "jaxrl", "replay", str(recorded), "--step", "3"]
+        done = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, "equal: 3 rows, " in done.stdout) == (0, True), done
 
 
 @pytest.mark.slow

@@ -73,13 +73,18 @@ class Comparison:
 
 
 def compared(
-    before: StoredRun, now: StoredRun, *, steps: Collection[int] | None = None
+    before: StoredRun,
+    now: StoredRun,
+    *,
+    steps: Collection[int] | None = None,
+    ignored: tuple[str, ...] = (),
 ) -> Comparison:
     """Compares the rows and samples of two runs in the order of their steps.
 
     Args:
       before, now: the runs.
       steps: steps of reinforcement learning, to compare no other stage; None means all that both have.
+      ignored: beginnings of names of metrics that are not compared.
     """
     num_steps = numbers = tokens = 0
     for stage in ("rl",) if steps is not None else STAGES:
@@ -91,7 +96,7 @@ def compared(
             found, same_tokens, seen = [], 0, None
             if stage == "rl":
                 seen, same_tokens = _samples(before, now, step)
-            metrics, same_numbers = _metrics(rows[0][step], rows[1][step])
+            metrics, same_numbers = _metrics(rows[0][step], rows[1][step], ignored)
             found = [each for each in (seen, metrics) if each]
             if found:
                 where = min((each.where for each in found), key=list(_FLOW).index)
@@ -110,11 +115,13 @@ class _Difference:
     by_rounding: bool = False
 
 
-def _metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[_Difference | None, int]:
+def _metrics(
+    before: Mapping[str, Any], now: Mapping[str, Any], ignored: tuple[str, ...]
+) -> tuple[_Difference | None, int]:
     """The difference of two rows in the metrics of both, and how many numbers were compared."""
     old, new = without_timings(before), without_timings(now)
     # "perf/" says how the work was shared out among devices.
-    both = [name for name in old if name in new and not name.startswith("perf/")]
+    both = [name for name in old if name in new and not name.startswith(("perf/", *ignored))]
     names = [name for name in both if not _equal(old[name], new[name])]
     if not names:
         return None, len(both)

@@ -8,7 +8,7 @@ and weights if the run has a checkpoint of the step. Settings come from its conf
 Equal gives status 0; otherwise the first difference is named, the new run is kept, and the status is 1. On
 another mesh or machine numbers round differently, and tokens follow in time; on the same ones all are equal.
 A run of several processes is made again in one, with as many simulated devices; one whose sampler ran free
-repeats its schedule.
+repeats its schedule from the start.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def main(argv: Sequence[str]) -> int:
     here = _in_its_folder(run)
     config = replayed_config(run, args.step, out, overrides)
     copy_start(run, here, config, start)
-    begins = (
-        f"the checkpoint of step {start}" if start else "the start: no checkpoint before it is kept"
-    )
+    begins = f"the checkpoint of step {start}" if start else "the start"
     print(f"step {args.step} of {run.folder}, from {begins}; in {config.run_folder}")
     config = prepared(config)
     config = resolved(config, jax.devices(), kind=program.training_of(config).kind)
@@ -76,7 +74,13 @@ def main(argv: Sequence[str]) -> int:
     if status := program.train(config):
         return status
     again = StoredRun(config.run_folder)
-    found = compared(run, again, steps=range(start + 1, args.step + 1))
+    if args.step not in again.rows("rl"):
+        raise UserError(
+            f"{again.folder.rl.metrics} has lost the row of step {args.step}; replay it again"
+        )
+    # Beside a sampler that runs free, an evaluation at the end has other weights than one on the way.
+    apart = ("val-",) if _repeats(run) else ()
+    found = compared(run, again, steps=range(start + 1, args.step + 1), ignored=apart)
     print(*told(found), sep="\n")
     weights = list(weights_apart(run, again, args.step))
     print(*weights, sep="\n", end="\n" if weights else "")
@@ -104,10 +108,17 @@ def check_step(run: StoredRun, step: int) -> None:
 
 
 def checkpoint_before(run: StoredRun, step: int) -> int:
-    """The newest intact checkpoint before a step; 0 if there is none."""
+    """The newest intact checkpoint before a step; 0 if there is none, or if a schedule is repeated whole."""
+    if _repeats(run):
+        return 0
     stored = StoredCheckpoints(run.folder.rl.checkpoints.path)
     earlier = (each for each in reversed(stored.steps) if each < step)
     return next((each for each in earlier if stored.fault(each) is None), 0)
+
+
+def _repeats(run: StoredRun) -> bool:
+    """Whether the sampler ran free, so that its schedule is needed from the first version of the weights."""
+    return run.folder.rl.schedule.exists()
 
 
 def _in_its_folder(run: StoredRun) -> Config:
@@ -149,8 +160,10 @@ def replayed_config(
         count, _, kind = run.texts.get(f"{CONTENT}devices", "'0 none'").strip("'").partition(" ")
         if kind == "cpu":
             changes["mesh"] = dataclasses.replace(config.mesh, simulated_devices=int(count))
-    if run.folder.rl.schedule.exists() and not config.rollout.schedule:
-        schedule = str(run.folder)
+    if _repeats(run):
+        # With a schedule an evaluation stays where it was.
+        del changes["evaluation"]
+        schedule = config.rollout.schedule or str(run.folder)
         changes["rollout"] = dataclasses.replace(config.rollout, schedule=schedule)
     config = dataclasses.replace(config, **changes)
     return load_config(Config, to_config_dict(config), overrides)

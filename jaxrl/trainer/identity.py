@@ -61,7 +61,7 @@ _OF_SFT = (
     *("optim.moments", "optim.betas", "optim.epsilon", "optim.grad_clip"),
 )
 _NOT_OF_SFT = ("sft.run", "sft.save_every")
-MADE_WITH = ("jaxrl", "jax", "jaxlib", "python", "devices")
+MADE_WITH = ("jaxrl", "jax", "jaxlib", "python", "XLA_FLAGS", "devices")
 """Keys of `made_with`."""
 
 _AUTO = repr("auto")
@@ -91,7 +91,8 @@ def made_with() -> dict[str, str]:
     code = fingerprint(pathlib.Path(__file__).parents[1], "**/*.py")
     versions = [importlib.metadata.version(name) for name in MADE_WITH[:3]]
     devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
-    found = f"{versions[0]} {code}", *versions[1:], platform.python_version(), devices
+    flags = os.environ.get("XLA_FLAGS", "")
+    found = f"{versions[0]} {code}", *versions[1:], platform.python_version(), flags, devices
     return dict(zip(MADE_WITH, found, strict=True))
 
 
