@@ -282,8 +282,8 @@ class Completions:
         return np.array([len(t) for t in self.tokens], np.int64)
 
     @property
-    def counts_B(self) -> np.ndarray:
-        """Whether a sample counts in baselines and means, bool; those of failed agents do not."""
+    def finished_B(self) -> np.ndarray:
+        """Whether a sample has a response, bool; those of failed agents have none."""
         if self.of_agents is None:
             return np.ones(len(self), bool)
         return np.array([failure is None for failure in self.of_agents.failures], bool)
@@ -384,10 +384,12 @@ class Scored:
     Attributes:
       completions: the B rows.
       correct_B: bool, True if the answer is right. Dynamic sampling uses this, not the reward.
-      score_B: float32, the grader's reward (DAPO eq. 7: +1 or -1), or a weighted sum of rewards.
+      score_B: float32, the grader's reward (DAPO eq. 7: +1 or -1), or a weighted sum of rewards; NaN for a
+        sample that no reward has scored.
       shaping_B: float32, reward shaping by length (DAPO eq. 13: 0 down to -penalty).
       predictions: B extracted answers; None if the response contains none.
-      term_BK: float32, the rewards whose weighted sum is the score. By default the score is the only one.
+      term_BK: float32, the rewards whose weighted sum is the score, NaN where one has abstained. By default
+        the score is the only one.
       term_weight_K: float32, weights of these rewards.
       failures: B grader failures, None where grading succeeded. None for all by default.
     """
@@ -424,9 +426,37 @@ class Scored:
         return self.correct_B.reshape(-1, self.completions.num_samples)
 
     @property
+    def counts_B(self) -> np.ndarray:
+        """Whether a sample counts in baselines, means and the loss, bool.
+
+        Those of failed agents do not, nor those that every reward has abstained from.
+        """
+        return self.completions.finished_B & ~np.isnan(self.score_B)
+
+    @property
     def counts_NG(self) -> np.ndarray:
-        """`Completions.counts_B` by group."""
-        return self.completions.counts_B.reshape(self.correct_NG.shape)
+        """`counts_B` by group."""
+        return self.counts_B.reshape(self.correct_NG.shape)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many samples do not count, by the metric that has their number; without agents or
+        abstentions it has no such metric."""
+        completions, counts = self.completions, {}
+        if completions.of_agents is not None:
+            counts["agent/failed"] = int((~completions.finished_B).sum())
+        if abstained := int((completions.finished_B & ~self.counts_B).sum()):
+            counts["reward/abstained"] = abstained
+        return counts
+
+    def differ_N(self, value_B: np.ndarray) -> np.ndarray:
+        """Whether the values of a group's samples that count are not all equal, bool [N]."""
+        counts_NG = self.counts_NG
+        value_NG = value_B.reshape(counts_NG.shape)
+        # What does not count is neither the highest nor the lowest. Where nothing counts, -inf > inf is
+        # False.
+        above_NG, below_NG = (np.where(counts_NG, value_NG, x) for x in (-np.inf, np.inf))
+        return above_NG.max(axis=1) > below_NG.min(axis=1)
 
     def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Scored:
         """The groups of the prompts at `prompt_indices`, in that order."""

@@ -193,11 +193,14 @@ def test_pools_hand_weights_over_between_processes(tmp_path):
 def test_each_sampling_process_samples_a_part_for_a_learner_apart(tmp_path):
     """Process 0 learns; 1 and 2 have a replica of two devices each, and sample without each other.
 
-    A reward function and kept samples are read by process 0, which has sampled none, entropies by all.
+    A reward function and kept samples are read by process 0, which has sampled none, entropies by all. The
+    function, which alone decides, abstains from some samples.
     """
     rules = tmp_path / "rules.py"
     rules.write_text(
-        "def rule(responses):\n    return [float(tokens.sum() % 7) for tokens in responses.tokens]\n"
+        "def rule(responses):\n"
+        "    sums = [int(tokens.sum()) for tokens in responses.tokens]\n"
+        "    return [float(x % 7) if x % 4 else None for x in sums]\n"
     )
     pools = {
         "learn": {"roles": ("actor",), "train": "1-1-2", "generate": "", "fsdp": 2},
@@ -205,9 +208,11 @@ def test_each_sampling_process_samples_a_part_for_a_learner_apart(tmp_path):
     }
     settings = {"placement": pools, "hosts.pools_apart": True, "sft.num_steps": 0}
     settings["reward.functions"] = {"rule": {"path": f"{rules}:rule", "weight": 0.1}}
+    settings["reward.grader_weight"] = 0.0
     settings |= {"algorithm.top_entropy_quantile": 0.5, "run.rollouts_every": 1}
     three, one = both(tmp_path, 3, **settings)
     check_equal(three, one, "rl")
+    assert rows_of(three, "rl")[-1]["reward/abstained"] > 0
     kept = [path / "runs/tiny/seed0/rollouts/step_2.jsonl" for path in (three, one)]
     ours, theirs = ([json.loads(x) for x in path.read_text().splitlines()] for path in kept)
     assert [x["completion"] for x in ours] == [x["completion"] for x in theirs]

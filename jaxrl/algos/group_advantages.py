@@ -240,7 +240,7 @@ def gdpo(
     paper's.
 
     Args:
-      score_BK: float, the components of each sequence's reward.
+      score_BK: float, the components of each sequence's reward; NaN is absent from its component's group.
       group_B, num_groups, epsilon: as for `grpo`.
       length_B: trained tokens, any number type.
       weight_K: float, weight of each component.
@@ -249,7 +249,8 @@ def gdpo(
       [B], same type as the score.
     """
     of_component = functools.partial(grpo, num_groups=num_groups, epsilon=epsilon)
-    advantage_BK = jax.vmap(of_component, in_axes=(1, None), out_axes=1)(score_BK, group_B)
+    group_BK = jnp.where(jnp.isnan(score_BK), -1, group_B[:, None])
+    advantage_BK = jax.vmap(of_component, in_axes=1, out_axes=1)(score_BK, group_BK)
     # As in `_Groups.of`: an absent sequence must not enter the whitening's mean and count.
     live_B = (group_B >= 0) & (group_B < num_groups)
     total_B = jnp.einsum("bk,k->b", advantage_BK, weight_K)

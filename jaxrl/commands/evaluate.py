@@ -382,7 +382,7 @@ def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
         # For correctness best@k measures the same as pass@k with more noise. worst@k is only in the metrics.
         if not name.startswith(("best@", "worst@")):
             lines.append([name, *(_shown(metrics, source, name) for source in parts)])
-    counted = [part.completions.counts_B for part in parts.values()]
+    counted = [part.counts_B for part in parts.values()]
 
     def line(title: str, form: str, values: Callable[[Scored], Any]) -> list[str]:
         """Means over the samples that count."""
@@ -397,7 +397,7 @@ def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
     lines.append(line("without answer", ".1%", unread))
     failed = {
         "grader failed": [sum(f is not None for f in part.failures) for part in parts.values()],
-        "agent failed": [int((~counts_B).sum()) for counts_B in counted],
+        "agent failed": [part.left_out.get("agent/failed", 0) for part in parts.values()],
     }
     for title, counts in failed.items():
         if any(counts):

@@ -30,16 +30,10 @@ _WANTED: dict[Keeps, str] = {
 
 
 def kept_groups(scored: Scored, keeps: Keeps) -> np.ndarray:
-    """Which groups a step trains on, bool [N]; samples of failed agents do not count."""
+    """Which groups a step trains on, bool [N], by their samples that count (`Scored.counts_B`)."""
     # Not the deviation of rewards: a length penalty makes them differ without a signal about the answer, and
     # the float deviation of equal rewards need not be 0. `score_B` is without the length penalty, too.
-    value_B = scored.correct_B if keeps == "correctness" else scored.score_B
-    counts_NG = scored.counts_NG
-    value_NG = value_B.reshape(counts_NG.shape)
-    # A failed sample is neither the best nor the worst. A group of failed ones is dropped: -inf > inf is
-    # False.
-    above_NG, below_NG = (np.where(counts_NG, value_NG, x) for x in (-np.inf, np.inf))
-    return above_NG.max(axis=1) > below_NG.min(axis=1)
+    return scored.differ_N(scored.correct_B if keeps == "correctness" else scored.score_B)
 
 
 class NotEnoughGroups(UserError):
@@ -63,8 +57,8 @@ class SamplingStats:
       prompts: number of prompts.
       accuracy: share of right answers to prompts with a ground truth; None if there are none.
       all_correct, all_wrong: share of these prompts whose answers are all right, or all wrong; None likewise.
-        Answers of failed agents count nowhere, nor do prompts without others.
-      failed: number of samples whose agent failed; None without agents.
+        Answers of failed agents or without a reward count nowhere, nor do prompts without others.
+      left_out: numbers of these answers, as in `Scored.left_out`.
       surplus_prompts: number of kept groups beyond the batch, which are thrown away.
       filled_prompts: number of dropped groups that were used to complete the step.
       response_tokens: number of sampled tokens.
@@ -75,7 +69,7 @@ class SamplingStats:
     accuracy: float | None
     all_correct: float | None
     all_wrong: float | None
-    failed: int | None
+    left_out: Mapping[str, int]
     surplus_prompts: int
     filled_prompts: int
     response_tokens: int
@@ -91,7 +85,7 @@ class SamplingStats:
             "training/filter_groups/discarded_surplus_prompts": self.surplus_prompts,
             "train/num_response_tokens_sampled": self.response_tokens,
             # Those of the dropped groups too.
-            "agent/failed": self.failed,
+            **self.left_out,
         }
         if self.filled_prompts:
             metrics["training/filter_groups/filled_prompts"] = self.filled_prompts
@@ -124,7 +118,7 @@ class GroupBuffer:
         # Answers to prompts with a ground truth: which are right, and which count.
         self._correct_NG: list[np.ndarray] = []
         self._counts_NG: list[np.ndarray] = []
-        self._failed: int | None = None
+        self._left_out: Counter[str] = Counter()
         self._response_tokens = 0
         self._kept: list[Scored] = []
         # Stored only if they may be needed: without a limit they would grow forever.
@@ -143,8 +137,7 @@ class GroupBuffer:
         has_truth_N = np.array([bool(a) for a in answers], bool)
         self._correct_NG.append(scored.correct_NG[has_truth_N])
         self._counts_NG.append(scored.counts_NG[has_truth_N])
-        if scored.completions.of_agents is not None:
-            self._failed = (self._failed or 0) + int((~scored.counts_NG).sum())
+        self._left_out.update(scored.left_out)
         self._response_tokens += int(scored.completions.lengths_B.sum())
         self._kept.append(scored.take(np.flatnonzero(kept_N)))
         if self._max_batches:
@@ -163,8 +156,10 @@ class GroupBuffer:
                 f": {stats.all_correct:.0%} of the prompts were answered all right, "
                 f"{stats.all_wrong:.0%} all wrong"
             )
-        if stats.failed:
-            graded += f"; {stats.failed} samples of agents failed (agent/failed)"
+        if failed := stats.left_out.get("agent/failed"):
+            graded += f"; {failed} samples of agents failed (agent/failed)"
+        if abstained := stats.left_out.get("reward/abstained"):
+            graded += f"; {abstained} samples have no reward (reward/abstained)"
         message = (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
             f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with "
@@ -184,7 +179,7 @@ class GroupBuffer:
         # Dropped groups last, so that they only fill what is missing.
         groups = Scored.concatenate([*self._kept, *self._dropped])
         self._prompts_sampled, self._correct_NG, self._response_tokens = [], [], 0
-        self._counts_NG, self._failed = [], None
+        self._counts_NG, self._left_out = [], Counter()
         self._sampled, self._kept, self._dropped = [], [], []
         # The surplus is thrown away: in the next step it would be off-policy.
         return groups.take(np.arange(self._num_prompts)), stats
@@ -200,7 +195,7 @@ class GroupBuffer:
             accuracy=_mean(correct_NG[counts_NG]),
             all_correct=_mean(right_N),
             all_wrong=_mean(wrong_N),
-            failed=self._failed,
+            left_out=self._left_out,
             # A buffer that is not full is filled up: it has no surplus then.
             surplus_prompts=max(0, -self.missing),
             filled_prompts=max(0, self.missing),

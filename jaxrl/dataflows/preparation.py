@@ -19,7 +19,7 @@ from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import ShareOption, pack_completions
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.types import Completions, ValueBatch
+from jaxrl.types import Scored, ValueBatch
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,11 +48,14 @@ class Packer:
     epochs: int = 1
 
     def __call__(self, sampled: Sampled) -> Experience:
-        completions, last_B = sampled.completions, None
+        scored, completions, last_B = sampled.scored, sampled.completions, None
         if self.equal_last:
             # Groups of equal rewards have no advantages: last, so that whole microbatches can be left out.
-            reward_NG = sampled.scored.reward_B.reshape(-1, completions.num_samples)
-            last_B = np.repeat(np.ptp(reward_NG, axis=1) == 0, reward_NG.shape[1])
+            last_B = np.repeat(~scored.differ_N(scored.reward_B), completions.num_samples)
+        trained_B = scored.counts_B
+        if self.mask_truncated:
+            # Truncated responses still count in the baseline of their group.
+            trained_B = trained_B & ~completions.truncated_B
         batch, packing = pack_completions(
             completions,
             self.shape,
@@ -60,14 +63,13 @@ class Packer:
             fill_minibatches=self.fill_minibatches,
             share_prompts=self.share_prompts,
             last_B=last_B,
-            # Truncated responses still count in the baseline of their group.
-            trained_B=~completions.truncated_B if self.mask_truncated else None,
+            trained_B=None if trained_B.all() else trained_B,
             top_entropy=self.top_entropy,
         )
-        metrics = batch_metrics(sampled.scored, max_prompt_tokens=self.max_prompt_tokens)
+        metrics = batch_metrics(scored, max_prompt_tokens=self.max_prompt_tokens)
         metrics = {**metrics, **work_metrics(self.actor, packing, epochs=self.epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
-        return Experience(sampled.scored, self.actor.place(batch), metrics, packing)
+        return Experience(scored, self.actor.place(batch), metrics, packing)
 
 
 @dataclasses.dataclass(eq=False)
@@ -213,9 +215,9 @@ class Advantages:
     def with_baseline(self, experience: Experience, greedy: Sampled) -> Experience:
         """Adds advantages with the reward of the greedy response as baseline (ReMax)."""
         with self.timer.phase("adv"):
-            reward_N, counts_N = greedy.scored.reward_B, greedy.completions.counts_B
+            reward_N, counts_N = greedy.scored.reward_B, greedy.scored.counts_B
             index_B = experience.completions.prompt_index_B
-            # Samples whose greedy agent failed have no baseline. Their own reward leaves an advantage of 0.
+            # A greedy response that does not count is no baseline. Their own reward leaves an advantage of 0.
             baseline_B = np.where(
                 counts_N[index_B], reward_N[index_B], experience.scored.reward_B
             ).astype(np.float32)
@@ -229,9 +231,8 @@ class Advantages:
         """Subtracts the advantages of costs, times the multiplier, from those of rewards (Safe RLHF)."""
         assert self.multiplier is not None, "costs have a multiplier"
         with self.timer.phase("adv"):
-            batch, completions = experience.batch, experience.completions
-            value = self.actor.place(values)
-            group_B, num_groups = _groups(completions)
+            batch, value = experience.batch, self.actor.place(values)
+            group_B, num_groups = _groups(experience.scored)
             # Without a KL coefficient: the penalty is in the rewards already.
             cost_advantage, target, _ = self.estimator(
                 batch, costs.cost_B, group_B, num_groups=num_groups, value=value
@@ -246,8 +247,7 @@ class Advantages:
 
     def _estimated(self, experience: Experience, **given: Any) -> tuple[Experience, jax.Array]:
         """(experience with advantages, returns). Adapts the KL coefficient afterwards."""
-        completions = experience.completions
-        group_B, num_groups = _groups(completions)
+        group_B, num_groups = _groups(experience.scored)
         advantage, target, reward_kl = self.estimator(
             experience.batch,
             experience.scored.reward_B,
@@ -261,14 +261,14 @@ class Advantages:
             metrics["actor/reward_kl_penalty"] = reward_kl
             # That of this step: `follow` changes it.
             metrics["actor/reward_kl_penalty_coeff"] = self.kl.value
-        self.kl.follow(reward_kl, int(completions.counts_B.sum()))
+        self.kl.follow(reward_kl, int(experience.scored.counts_B.sum()))
         return experience.extended(experience.batch.replace(advantage=advantage), metrics), target
 
     def _done(self, experience: Experience) -> Experience:
         return experience.extended(self.timer.when_done(experience.batch))
 
 
-def _groups(completions: Completions) -> tuple[np.ndarray, int]:
-    """The group of each sample, int32 [B], and their number. Samples of failed agents are absent, -1."""
-    index_B = np.where(completions.counts_B, completions.prompt_index_B, -1)
-    return index_B.astype(np.int32), len(completions.prompts)
+def _groups(scored: Scored) -> tuple[np.ndarray, int]:
+    """The group of each sample, int32 [B], and their number. Samples that do not count are absent, -1."""
+    index_B = np.where(scored.counts_B, scored.completions.prompt_index_B, -1)
+    return index_B.astype(np.int32), len(scored.completions.prompts)

@@ -27,7 +27,7 @@ from jaxrl.process_pool import Interrupted
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, judge_scores
-from jaxrl.rewards.score import AskedVerdicts, Term, score_completions, weighted_sum
+from jaxrl.rewards.score import AskedVerdicts, Scores, Term, score_completions, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
@@ -49,8 +49,8 @@ class RewardTerm(abc.ABC):
     weight: float
 
     @abc.abstractmethod
-    def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Scores of B responses, float [B], and metrics."""
+    def scores(self, completions: Completions) -> tuple[Scores, Mapping[str, Any]]:
+        """Scores of B responses, and metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +61,19 @@ class FunctionReward(RewardTerm):
     functions: UserRewards
     timer: StepTimer
 
-    def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def scores(self, completions: Completions) -> tuple[Scores, Mapping[str, Any]]:
         # On one host: two calls of a user's function might differ, and then the weights of the hosts.
         completions = completions.with_rows(hosts.is_first())
         scores = hosts.on_first(lambda: self._ask(completions))
         if scores is None:
             self.timer.check_stop()
         assert scores is not None, "only a signal interrupts, and then the check has raised"
-        return np.array(scores, np.float32), {}
+        return scores, {}
 
-    def _ask(self, completions: Completions) -> list[float] | None:
+    def _ask(self, completions: Completions) -> list[float | None] | None:
         try:
             # A list: scores travel between hosts as JSON.
-            return self.functions.scores(self.path, completions).tolist()
+            return self.functions.scores(self.path, completions)
         except Interrupted:
             return None
 
@@ -364,7 +364,7 @@ class Costs:
 
     Attributes:
       cost_B: float32 [B], cost of each response.
-      mean: mean cost, float32; None if all agents failed.
+      mean: mean cost, float32; None if no sample counts.
       metrics: metrics of the costs.
     """
 
@@ -383,7 +383,7 @@ class CostPhase:
     def score(self, sampled: Sampled) -> Costs:
         with self.timer.phase("cost"):
             cost_B = self.scores(sampled.completions)
-            counted = cost_B[sampled.completions.counts_B]
+            counted = cost_B[sampled.scored.counts_B]
             if not len(counted):
                 return Costs(cost_B, None, {})
             mean = counted.mean()

@@ -28,9 +28,10 @@ _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "u
 def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]:
     """Metrics of rewards and lengths of a step's sequences.
 
-    Samples of failed agents count in `agent/failed` alone. A step without any other has no means.
+    Samples that do not count (`Scored.counts_B`) are in `Scored.left_out` alone. A step without any other
+    has no means.
     """
-    completions, counts_B = groups.completions, groups.completions.counts_B
+    completions, counts_B = groups.completions, groups.counts_B
     lengths_N = np.array([len(t) for t in completions.prompts.tokens])
     prompt_lengths = lengths_N[groups.counts_NG.any(axis=1)]
     response_lengths = completions.lengths_B[counts_B]
@@ -52,6 +53,7 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         **_spread("num_turns", 2 + answered + resumed),
         **_spread("tool_call_counts", answered),
         **_mean("response_length/overlong_ratio", groups.shaping_B[counts_B] < 0),
+        **groups.left_out,
         **_agent_metrics(completions),
     }
 
@@ -65,14 +67,11 @@ def _changes(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _agent_metrics(completions: Completions) -> dict[str, float]:
-    """Samples whose agent failed, and conversations beyond the first of each sample."""
+    """Conversations beyond the first of each sample."""
     agents = completions.of_agents
     if agents is None:
         return {}
-    return {
-        "agent/failed": float((~completions.counts_B).sum()),
-        "agent/further_conversations": float(sum(map(len, agents.branches))),
-    }
+    return {"agent/further_conversations": float(sum(map(len, agents.branches)))}
 
 
 def timing_per_token(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -258,12 +258,11 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
 
 
 def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
-    completions, counts_B = scored.completions, scored.completions.counts_B
+    completions, counts_B = scored.completions, scored.counts_B
     G = completions.num_samples
     answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
     metrics: dict[str, float] = {}
-    if completions.of_agents is not None:
-        metrics[f"val-aux/{source}/agent/failed"] = float((~counts_B).sum())
+    metrics |= {f"val-aux/{source}/{name}": float(n) for name, n in scored.left_out.items()}
     found = statistics_of(scored.correct_NG, scored.correct_NG, answers, scored.counts_NG)
     for name, estimate in found.items():
         section = "val-core" if name.startswith("mean@") else "val-aux"

@@ -145,6 +145,8 @@ def judge_scores(
     scores = [score_of(text) for text in verdicts]
     score_B = np.array([score or 0.0 for score in scores], np.float32)
     # What a failed agent left is empty, and no verdict of it counts.
-    counted = [score for score, counts in zip(scores, completions.counts_B, strict=True) if counts]
+    counted = [
+        score for score, counts in zip(scores, completions.finished_B, strict=True) if counts
+    ]
     share = {"reward/judge/parse_failures": counted.count(None) / len(counted)} if counted else {}
     return score_B, share

@@ -3,7 +3,8 @@
     Completions -> verdicts -> Scored -> terms (grader, model, judge, functions) -> Scored, their metrics
 
 Each term has one float per response, from a grader, function, model or judge. The weighted sum becomes the
-score. Correctness is still the grader's, and dynamic sampling filters groups by correctness.
+score. A function may abstain from a response by None. Correctness is still the grader's, and dynamic sampling
+filters groups by correctness.
 """
 
 from __future__ import annotations
@@ -101,6 +102,10 @@ def score_completions(
     )
 
 
+Scores = Sequence[float | None] | np.ndarray
+"""B scores of a reward, None where it abstains."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """One of several rewards.
@@ -108,16 +113,19 @@ class Term:
     Attributes:
       name: name in the metrics.
       weight: factor of the scores in the sum.
-      score_B: unweighted scores, float [B].
+      score_B: unweighted scores.
     """
 
     name: str
     weight: float
-    score_B: np.ndarray
+    score_B: Scores
 
 
 def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[str, float]]:
     """Replaces the scores by the sum of weight * score over the terms, and stores the terms too.
+
+    A term that abstains from a response is left out of its sum: score_b = sum over k that answered of
+    weight_k * score_bk. The weights stay as they are. If no term of a weight answers, there is no score, NaN.
 
     Args:
       scored: graded responses. Their score is part of the sum only as a term "grader".
@@ -125,7 +133,7 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
 
     Returns:
       The responses with new scores, and for each term `reward/<name>/mean` and `reward/<name>/std` of its
-      unweighted scores; absent if all agents failed.
+      unweighted scores, absent if none counts; and `reward/<name>/abstained`, absent without abstentions.
 
     Raises:
       UserError: Two terms share a name, or a term's scores are too many, too few or not finite.
@@ -139,35 +147,54 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
         )
     assert terms, "a sum without terms is no reward"
     metrics: dict[str, float] = {}
-    total_B, counts_B = np.zeros(len(scored), np.float32), scored.completions.counts_B
+    prompts, G = scored.completions.prompts, scored.completions.num_samples
+    total_B, finished_B = np.zeros(len(scored), np.float32), scored.completions.finished_B
+    # Samples that a term abstains from, and those that a term of a weight scores.
+    without_B, decided_B = np.zeros((2, len(scored)), bool)
     columns = []
     for term in terms:
-        score_B = checked_scores(term.score_B, len(scored), f"reward {term.name!r}")
+        score_B = checked_scores(
+            term.score_B,
+            f"reward {term.name!r}",
+            num_samples=G,
+            prompts=prompts.texts,
+            sources=prompts.sources,
+        )
+        answers_B = ~np.isnan(score_B)
         # In float32 and in this order on every host, so that sums are equal to the bit.
-        total_B += np.float32(term.weight) * score_B
+        total_B += np.float32(term.weight) * np.where(answers_B, score_B, np.float32(0))
+        without_B |= ~answers_B
+        decided_B |= answers_B & (term.weight != 0)
         columns.append(score_B)
-        if counts_B.any():
-            metrics[f"reward/{term.name}/mean"] = float(score_B[counts_B].mean())
-            metrics[f"reward/{term.name}/std"] = float(score_B[counts_B].std())
+        counted = score_B[finished_B & answers_B]
+        if len(counted):
+            metrics[f"reward/{term.name}/mean"] = float(counted.mean())
+            metrics[f"reward/{term.name}/std"] = float(counted.std())
+        if abstained := int((finished_B & ~answers_B).sum()):
+            metrics[f"reward/{term.name}/abstained"] = float(abstained)
     scored = scored.replace(
-        score_B=total_B,
+        score_B=np.where(without_B & ~decided_B, np.float32(np.nan), total_B),
         term_BK=np.stack(columns, axis=1),
         term_weight_K=np.array([term.weight for term in terms], np.float32),
     )
     return scored, metrics
 
 
-def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
-    """Converts the scores of a reward to float32 [count].
+def checked_scores(
+    values: Any, what: str, *, num_samples: int, prompts: Sequence[str], sources: Sequence[str]
+) -> np.ndarray:
+    """Converts the scores of a reward to float32 [B], NaN where it abstains.
 
     Args:
-      values: list or array with one number per response.
-      count: number of responses.
+      values: list or array with a number or None per response.
       what: name of the reward, for messages.
+      num_samples: G, number of responses to each prompt.
+      prompts, sources: N texts of prompts, and names of their data sets, for messages.
 
     Raises:
       UserError: The values are no numbers, too many, too few, or not finite in float32.
     """
+    count = len(prompts) * num_samples
     rule = f"it must return {count} numbers, one for each response"
     try:
         value_B = np.asarray(values, np.float64)
@@ -176,12 +203,16 @@ def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
         raise UserError(f"{what} returned {shown}: {error}; {rule}") from error
     if value_B.shape != (count,):
         raise UserError(f"{what} returned an array of shape {value_B.shape}; {rule}")
+    # NumPy makes NaN of None, too.
+    abstains_B = np.array([value is None for value in values], bool)
     # Written so that NaN, which compares false, counts as wrong.
-    wrong = np.flatnonzero(~(np.abs(value_B) <= np.finfo(np.float32).max))
+    wrong = np.flatnonzero(~abstains_B & ~(np.abs(value_B) <= np.finfo(np.float32).max))
     if len(wrong):
+        n, g = divmod(int(wrong[0]), num_samples)
         raise UserError(
-            f"{what} returned {value_B[wrong[0]]} for response {wrong[0]} and {len(wrong)} of {count} "
-            "numbers that are not finite in float32; one would make every weight NaN, so return a "
-            "number for every response, such as 0 where there is nothing to score"
+            f"{what} returned {value_B[wrong[0]]} for response {wrong[0]} (sample {g} of the prompt "
+            f"{prompts[n][-80:]!r} of {sources[n]!r}) and {len(wrong)} of {count} numbers that are not "
+            "finite in float32; one would make every weight NaN, so return a number for every response, or "
+            "None where there is nothing to score"
         )
     return value_B.astype(np.float32)

@@ -8,6 +8,7 @@ and bound its work.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
-from jaxrl.rewards.score import checked_scores
+from jaxrl.rewards.score import Scores, checked_scores
 from jaxrl.types import Completions, TurnText
 from jaxrl.user_code import load_function
 
@@ -85,19 +86,19 @@ class Responses:
         )
 
 
-RewardFunction = Callable[[Responses], Sequence[float] | np.ndarray]
-"""Responses -> B scores, all finite."""
+RewardFunction = Callable[[Responses], Scores]
+"""Responses -> B scores, all finite; None abstains from a response."""
 
 
-def reward_function(path: str) -> Callable[[Responses], np.ndarray]:
+def reward_function(path: str) -> Callable[[Responses], list[float | None]]:
     """Loads the reward function at `path`.
 
     Args:
       path: "package.module:function" or "path/to/file.py:function".
 
     Returns:
-      A function from responses to scores, float32 [B]. It raises UserError unless there is one finite
-      number per response. Exceptions of the user's function pass through, with a note of its path.
+      A function from responses to B scores, of float32. It raises UserError unless there is one finite number
+      or None per response. Exceptions of the user's function pass through, with a note of its path.
 
     Raises:
       UserError: The path is malformed or names the running program, its module cannot be imported or lacks
@@ -107,14 +108,22 @@ def reward_function(path: str) -> Callable[[Responses], np.ndarray]:
         path, "reward function", takes=("responses",), own_process=True
     )
 
-    def scores(responses: Responses) -> np.ndarray:
+    def scores(responses: Responses) -> list[float | None]:
         try:
             values = function(responses)
         except Exception as error:
             # The traceback names a file, but not the setting that has chosen it.
             error.add_note(f"raised by the reward function {path!r}")
             raise
-        return checked_scores(values, len(responses), f"reward function {path!r}")
+        G = responses.num_samples
+        score_B = checked_scores(
+            values,
+            f"reward function {path!r}",
+            num_samples=G,
+            prompts=responses.prompts[::G],
+            sources=responses.sources[::G],
+        )
+        return [None if math.isnan(score) else score for score in score_B.tolist()]
 
     return scores
 
@@ -156,12 +165,12 @@ class UserRewards:
     def close(self) -> None:
         self._pool.close()
 
-    def scores(self, path: str, completions: Completions) -> np.ndarray:
-        """Returns the scores of the function at `path`, float32 [B].
+    def scores(self, path: str, completions: Completions) -> list[float | None]:
+        """Returns the B scores of the function at `path`, None where it abstains.
 
         Raises:
-          UserError: The function did not return one finite number per response, raised an exception, ended
-            its process, or took too long.
+          UserError: The function did not return one finite number or None per response, raised an exception,
+            ended its process, or took too long.
           Interrupted: The wait was ended.
         """
         try:

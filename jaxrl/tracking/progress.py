@@ -52,6 +52,7 @@ _AFTER_EVALUATION = (
     ("actor/entropy", "entropy", _FIXED),
     ("response_length/mean", "length", number),
     ("agent/failed", "failed agents", number),
+    ("reward/abstained", "without reward", number),
     ("actor/pg_clipfrac_high", "clip high", _SMALL_PERCENT),
     ("actor/pg_clipfrac_low", "clip low", _SMALL_PERCENT),
     ("actor/pg_loss", "loss", number),

@@ -53,7 +53,7 @@ def test_a_function_sees_what_else_the_rows_hold(written, completions):
         reward_function(f"{path}:level")(Responses.of(completions)),
         rewards.scores(f"{path}:level", completions),
     ):
-        assert scores.tolist() == [3, 3, 0, 0]
+        assert scores == [3, 3, 0, 0]
     rewards.close()
 
 
@@ -104,8 +104,8 @@ def test_a_function_sees_who_wrote_what(written, completions):
     )
     with contextlib.closing(UserRewards([f"{path}:honest"], timeout_s=60)) as rewards:
         scores = rewards.scores(f"{path}:honest", completions)
-    assert scores[:2].tolist() == [0, 0]
-    assert scores[2:].tolist() == [len(tokens) for tokens in completions.tokens[2:]]
+    assert scores[:2] == [0, 0]
+    assert scores[2:] == [len(tokens) for tokens in completions.tokens[2:]]
 
 
 def test_wrong_results_name_the_function(written, completions):
@@ -143,7 +143,7 @@ def test_a_mended_file_is_read_again(written, completions):
     with pytest.raises(UserError, match="NameError"):
         reward_function(written("f = lambda responses: 1 * x\nx[0]") + ":f")
     path = written("def f(responses):\n    return [2.0] * len(responses)\n")
-    assert reward_function(f"{path}:f")(Responses.of(completions)).tolist() == [2, 2, 2, 2]
+    assert reward_function(f"{path}:f")(Responses.of(completions)) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -159,3 +159,17 @@ def test_a_mended_file_is_read_again(written, completions):
 def test_paths_that_lead_nowhere_say_how_to_write_them(path, message):
     with pytest.raises(UserError, match=message):
         reward_function(path)
+
+
+def test_a_function_abstains_by_none_and_not_by_nan(written, completions):
+    source = "def f(responses):\n    return [{}, 0.5, 2, None]\n"
+    path = written(source.format("None")) + ":f"
+    with contextlib.closing(UserRewards([path], timeout_s=60)) as rewards:
+        assert rewards.scores(path, completions) == [None, 0.5, 2.0, None]
+    path = written(source.format("float('nan')")) + ":f"
+    named = r"returned nan for response 0 \(sample 0 of the prompt 'prompt 5' of 'source 1'\) and 1 of 4"
+    with (
+        contextlib.closing(UserRewards([path], timeout_s=60)) as rewards,
+        pytest.raises(UserError, match=named),
+    ):
+        rewards.scores(path, completions)

@@ -50,6 +50,11 @@ def talk(prompts: Prompts, rows, branches, *, scores=None, failed=None) -> Compl
     )
 
 
+def scored_of(completions: Completions) -> Scored:
+    zeros = np.zeros(len(completions), np.float32)
+    return Scored(completions, zeros > 0, zeros, zeros, (None,) * len(zeros))
+
+
 def test_branches_lie_with_their_sample_and_share_its_advantage():
     # Prompt 0 has samples 0 and 1, prompt 1 has 2 and 3; sample 1 has two further conversations.
     rows = [row(([5, 6], 1), ([7], 0), ([8], 1)), row(([5], 1)), row(([9], 1)), row(([4, 4], 1))]
@@ -68,7 +73,7 @@ def test_branches_lie_with_their_sample_and_share_its_advantage():
     assert np.asarray(batch.tokens)[at_9].tolist() == [2, 7, 7, 7]
     assert np.asarray(batch.rollout_logprob)[at_9].tolist() == [0, -0.5, -0.5, -0.5]
     # Rewards 0 and 1 of prompt 0: deviations from their mean are -.5 and .5, whatever the branches.
-    group_B, num_groups = _groups(completions)
+    group_B, num_groups = _groups(scored_of(completions))
     score_B = np.array([0, 1, 1, 1], np.float32)
     advantage, _, _ = Estimator.of("grpo", {"normalize_std": False})(
         batch, score_B, group_B, num_groups=num_groups
@@ -91,7 +96,7 @@ def test_a_failed_agent_counts_in_no_baseline():
     rows = [row(([5], 1)), row(([5], 1)), row()]
     completions = talk(prompts_of([2]), rows, [[], [], []], failed=[False, False, True])
     batch, _ = pack_completions(completions, PackedShape(1, 4, 1, 8))
-    group_B, num_groups = _groups(completions)
+    group_B, num_groups = _groups(scored_of(completions))
     assert (group_B.tolist(), num_groups) == ([0, 0, -1], 1)
     advantage, _, _ = Estimator.of("grpo", {"normalize_std": False})(
         batch, np.array([1, 0, -9], np.float32), group_B, num_groups=num_groups
@@ -109,7 +114,7 @@ def test_no_estimator_depends_on_what_a_failed_agent_got(name):
     failed = [False, False, True] * 2
     completions = talk(prompts_of([2], [3]), rows, [[]] * 6, failed=failed)
     batch, _ = pack_completions(completions, PackedShape(1, 8, 1, 8))
-    group_B, num_groups = _groups(completions)
+    group_B, num_groups = _groups(scored_of(completions))
 
     def advantage(of_failed: float) -> np.ndarray:
         reward_B = np.array([1, 0, of_failed, 1, 1, of_failed], np.float32)

@@ -9,6 +9,7 @@ import pytest
 from beside import of_extension
 
 from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.rewards.score import Term, weighted_sum
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import RowLimits
 from jaxrl.tracking.kept_rollouts import RolloutFiles
@@ -63,6 +64,17 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
 def rows_of(tokenizer, scored, **options) -> list[dict]:
     rows = sample_rows(scored, TokenStrings(tokenizer), stop_ids=tokenizer.stop_ids, **options)
     return [json.loads(to_lines([row])) for row in rows]
+
+
+def test_a_reward_that_abstained_is_null(tokenizer):
+    scored = scored_of(tokenizer, ["two", "three"])
+    terms = [Term("mine", 2.0, [None, 1.0]), Term("other", 1.0, [None, None])]
+    rows = rows_of(tokenizer, weighted_sum(scored, terms)[0], terms=["mine", "other"])
+    assert [(row["score"], row["reward"]) for row in rows] == [(None, None), (2.0, 1.75)]
+    assert [row["reward_parts"] for row in rows] == [
+        {"mine": None, "other": None},
+        {"mine": 1.0, "other": None},
+    ]
 
 
 def test_a_grader_failure_is_in_the_row(tokenizer):

@@ -104,7 +104,7 @@ def test_agents_that_fail_cost_only_their_own_sample(backend, caplog):
     for kind, error in errors.items():
         caplog.clear()
         done = backend.generate(problems([kind]), OPTIONS)
-        assert (~done.counts_B).tolist() == [bool(error)] * 2
+        assert (~done.finished_B).tolist() == [bool(error)] * 2
         assert [r.getMessage().split(" (/")[0] for r in caplog.records] == (
             [f"2 agents failed, most of them so: {error}"] if error else []
         )
@@ -133,7 +133,7 @@ def test_workers_that_die_lose_no_other_agent(backend):
     kinds = ["dies" if n % 10 == 3 else kind for n, kind in enumerate(calm)]
     expected, done = (backend.generate(problems(some, 0.1), OPTIONS) for some in (calm, kinds))
     died = [kind == "dies" for kind in kinds for _ in range(2)]
-    assert (~done.counts_B).tolist() == died
+    assert (~done.finished_B).tolist() == died
     for ours, theirs, gone in zip(said(done), said(expected), died, strict=True):
         assert ours == ([] if gone else theirs)
 
@@ -143,7 +143,7 @@ def test_agents_that_hang_are_late_and_lose_no_other():
     kinds = ["talk", "hangs", "blocks", "threads", "talk"]
     with contextlib.closing(agent_backend(seconds=20.0)) as backend:
         done = backend.generate(problems(kinds), OPTIONS.replace(num_samples=1))
-    assert (~done.counts_B).tolist() == [False, True, True, False, False]
+    assert (~done.finished_B).tolist() == [False, True, True, False, False]
 
 
 @pytest.mark.long

@@ -94,7 +94,7 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(backend):
             assert (near[3] | near[4]).all()
             mixed += near[3].any() and not near[3].all()
     assert mixed
-    assert second.completions.counts_B.all()
+    assert second.completions.finished_B.all()
 
 
 @pytest.mark.long
