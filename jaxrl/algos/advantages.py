@@ -10,6 +10,7 @@ tokens (advantage and return [B, T]). The positional arguments of an estimator a
     gdpo                                  score_BK group_B length_B weight_K
     gae                                   reward_BT value_BT mask_BT segment_ids_BT
     reinforce_plus_plus                   reward_BT mask_BT segment_ids_BT
+    reinforce                             reward_BT average_reward mask_BT segment_ids_BT
     reverse_kl                            logprob_BT teacher_logprob_BT mask_BT
     remax                                 reward_BT baseline_BT mask_BT segment_ids_BT
     optimal_token_baseline                reward_BT logprob_BT sum_pi_squared_BT mask_BT segment_ids_BT
@@ -33,6 +34,7 @@ ADVANTAGES: dict[str, Callable] = {
     "grpo_passk": group_advantages.grpo_passk,
     "opo": group_advantages.opo,
     "optimal_token_baseline": token_advantages.optimal_token_baseline,
+    "reinforce": token_advantages.reinforce,
     "reinforce_plus_plus": token_advantages.reinforce_plus_plus,
     "reinforce_plus_plus_baseline": group_advantages.reinforce_plus_plus_baseline,
     "remax": token_advantages.remax,

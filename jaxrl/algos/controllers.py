@@ -53,6 +53,17 @@ def raised_multiplier(
     return multiplier * jnp.exp(learning_rate * multiplier * excess_cost)
 
 
+def moving_average(average: float | None, mean: float, *, decay: float) -> float:
+    """The average b after a step, decay * b + (1 - decay) * mean; after the first step the mean itself.
+
+    Args:
+      average: b of the steps before, None before the first.
+      mean: mean reward of the step.
+      decay: share of the old average, from 0 (the last step alone) to below 1.
+    """
+    return mean if average is None else decay * average + (1.0 - decay) * mean
+
+
 def constrained_advantage(
     reward_advantage: jax.Array, cost_advantage: jax.Array, multiplier: jax.Array
 ) -> jax.Array:

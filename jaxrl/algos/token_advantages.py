@@ -78,6 +78,29 @@ def reinforce_plus_plus(
     return whiten(return_BT, mask_BT.astype(return_BT.dtype)), return_BT
 
 
+def reinforce(
+    reward_BT: jax.Array,
+    average_reward: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    gamma: Annotated[float, between(0, 1)] = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Discounted future reward, less the moving average of the rewards of earlier steps.
+
+    REINFORCE (Williams 1992) with a baseline that the step's own samples have no part in, so that the
+    gradient is unbiased.
+
+    Args:
+      reward_BT: float, reward of each token.
+      average_reward: float, one number (`controllers.moving_average`).
+      mask_BT, segment_ids_BT: as in `segments`.
+      gamma: discount per trained token.
+    """
+    return_BT = segment_scan(reward_BT, mask_BT, segment_ids_BT, decay=gamma)
+    return masked(return_BT - average_reward, mask_BT), return_BT
+
+
 def remax(
     reward_BT: jax.Array, baseline_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -145,6 +145,10 @@ class AlgorithmConfig:
     advantage: Annotated[str, PATH] = "grpo"
     advantage_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of `algos.advantages.ADVANTAGES` or your own function, and its keyword arguments."""
+    baseline_decay: Annotated[float, between(0, 1, has_high=False)] = 0.9
+    """Share of the old average in the moving average of rewards that advantage `reinforce` has
+    as its baseline: b becomes decay * b + (1 - decay) * mean after each step.
+    """
     whiten: bool = False
     """Scale the advantages of a step to mean 0 and deviation 1, as PPO does."""
     loss: Annotated[str, PATH] = "clipped"

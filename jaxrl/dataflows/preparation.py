@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algos.controllers import adaptive, constrained_advantage, entropy_coef
+from jaxrl.algos.controllers import (
+    adaptive,
+    constrained_advantage,
+    entropy_coef,
+    moving_average,
+)
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.rewarding import Costs, Multiplier
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics, work_metrics
@@ -165,6 +170,25 @@ class EntropyCoefficient:
 
 
 @dataclasses.dataclass(eq=False)
+class RewardAverage:
+    """The moving average of the mean rewards of earlier steps, the baseline of REINFORCE.
+
+    Attributes:
+      decay: share of the old average.
+      value: the average; None before the first step with a reward.
+    """
+
+    decay: float
+    value: float | None = None
+
+    def follow(self, scored: Scored) -> None:
+        counted = scored.reward_B[scored.counts_B]
+        if len(counted):
+            mean = float(counted.mean(dtype=np.float64))
+            self.value = moving_average(self.value, mean, decay=self.decay)
+
+
+@dataclasses.dataclass(eq=False)
 class Advantages:
     """Computes advantages from rewards, including the KL penalty in the reward.
 
@@ -175,6 +199,7 @@ class Advantages:
       timer: timer of the step.
       penalizes: whether the reward has a KL penalty, which is then reported.
       multiplier: Lagrange multiplier of costs; None without costs.
+      average: moving average of rewards; None for estimators without it.
     """
 
     actor: Actor
@@ -184,9 +209,10 @@ class Advantages:
     _: dataclasses.KW_ONLY
     penalizes: bool = False
     multiplier: Multiplier | None = None
+    average: RewardAverage | None = None
 
     def __call__(self, experience: Experience) -> Experience:
-        """Adds advantages relative to the other responses of the group, or of the batch."""
+        """Adds advantages relative to other responses: of the group, of the batch, or of earlier steps."""
         with self.timer.phase("adv"):
             parts, scored = {}, experience.scored
             if "score_BK" in self.estimator.inputs:
@@ -194,6 +220,13 @@ class Advantages:
                 parts["score_BK"] = np.column_stack([scored.term_BK, scored.shaping_B])
                 # The length punishment counts as it is.
                 parts["weight_K"] = np.append(scored.term_weight_K, np.float32(1.0))
+            if self.average is not None:
+                # That of earlier steps: with this one's rewards in it the gradient would be biased.
+                before = parts["average_reward"] = self.average.value or 0.0
+                self.average.follow(scored)
+                experience = experience.extended(
+                    experience.batch, {"reward/moving_average": before}
+                )
             return self._done(self._estimated(experience, **parts)[0])
 
     def with_values(

@@ -22,6 +22,8 @@ from jaxrl.algos.segments import last_tokens, masked, to_sequences, to_tokens
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
+# The moving average of earlier steps' rewards.
+AVERAGE = "average_reward"
 # Arrays that every dataflow can give to an estimator.
 ALWAYS = frozenset(
     [
@@ -35,6 +37,7 @@ ALWAYS = frozenset(
         "segment_ids_BT",
         "logprob_BT",
         "group_BT",
+        AVERAGE,
     ]
 )
 # Arrays from a critic, from a greedy answer, and from the pass that recomputes log-probabilities.
@@ -144,6 +147,7 @@ class Estimator:
         baseline_B: np.ndarray | None = None,
         score_BK: np.ndarray | None = None,
         weight_K: np.ndarray | None = None,
+        average_reward: float | None = None,
         arrays: Mapping[str, jax.Array] | None = None,
         kl_coef: float = 0.0,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -158,6 +162,7 @@ class Estimator:
           value: float32 [U, M, R, T], values of a critic; None if the estimator does not use them.
           baseline_B: float32, reward of the greedy answer; None if not used.
           score_BK, weight_K: float32, components of the reward and their weights; None if not used.
+          average_reward: moving average of the rewards of earlier steps; None if not used.
           arrays: further inputs of the estimator by name, [U, M, R, T].
           kl_coef: coefficient of the KL penalty.
 
@@ -167,6 +172,8 @@ class Estimator:
         T = batch.tokens.shape[-1]
         by_token = {name: x.reshape(-1, T) for name, x in (arrays or {}).items()}
         given = {"score_BK": score_BK, "weight_K": weight_K, **by_token}
+        if average_reward is not None:
+            given[AVERAGE] = np.float32(average_reward)
         # The coefficient is an argument of the program: an adaptive one compiles nothing.
         return _estimate(
             self, num_groups, batch, score_B, group_B, value, baseline_B, given, np.float32(kl_coef)

@@ -17,7 +17,13 @@ from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
-from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
+from jaxrl.dataflows.preparation import (
+    Advantages,
+    EntropyCoefficient,
+    KlCoefficient,
+    Packer,
+    RewardAverage,
+)
 from jaxrl.dataflows.rewarding import Multiplier, Rewards
 from jaxrl.dataflows.samplers import (
     CountedSampling,
@@ -30,7 +36,7 @@ from jaxrl.dataflows.samplers import (
 )
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
-from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
+from jaxrl.roles.advantage_estimator import AVERAGE, SUM_PI_SQUARED
 from jaxrl.roles.losses import likelihood
 from jaxrl.roles.policy import Actor
 from jaxrl.tracking.run_folder import RunFolder
@@ -125,18 +131,21 @@ class StepState:
       multiplier: Lagrange multiplier of costs.
       entropy: coefficient of the entropy bonus; None for a constant one.
       pretraining: supervised examples of the auxiliary (ptx) loss; None without `cost.pretrain_coef`.
+      average: moving average of rewards; None for advantages without it.
     """
 
     kl: KlCoefficient
     multiplier: Multiplier
     entropy: EntropyCoefficient | None
     pretraining: Pretraining | None
+    average: RewardAverage | None = None
 
     @staticmethod
     def of(run: RunContext) -> StepState:
         """The state before the first step."""
         config, algorithm, cost = run.config, run.config.algorithm, run.config.cost
         kl, entropy, pretraining = algorithm.kl, None, None
+        averages = AVERAGE in run.resolved.estimator.inputs
         if algorithm.entropy_target:
             entropy = EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
         if cost.pretrain_coef:
@@ -162,6 +171,7 @@ class StepState:
             ),
             entropy,
             pretraining,
+            RewardAverage(algorithm.baseline_decay) if averages else None,
         )
 
     def record(self) -> dict[str, Any]:
@@ -170,6 +180,8 @@ class StepState:
         record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": multiplier}
         if self.entropy is not None:
             record["entropy"] = (self.entropy.value, self.entropy.entropy)
+        if self.average is not None:
+            record["average"] = self.average.value
         if self.pretraining is None:
             return record
         return record | {"pretraining": self.pretraining.stream.state()}
@@ -180,6 +192,8 @@ class StepState:
         self.multiplier.value, self.multiplier.steps = record["multiplier"]
         if self.entropy is not None:
             self.entropy.value, self.entropy.entropy = record["entropy"]
+        if self.average is not None:
+            self.average.value = record["average"]
         if self.pretraining is not None:
             self.pretraining.stream.restore(record["pretraining"])
 
@@ -247,6 +261,7 @@ def build_step(
         timer,
         penalizes=config.algorithm.kl.reward_coef > 0,
         multiplier=state.multiplier,
+        average=state.average,
     )
     return Step(
         sample=sampling.sampler.sample,

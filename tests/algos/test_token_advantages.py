@@ -3,11 +3,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import Ragged
 
 from jaxrl.algos import token_advantages
+from jaxrl.algos.controllers import moving_average
 
 seeds = st.integers(0, 10_000)
 discounts = st.sampled_from([(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.9, 1.0)])
@@ -15,6 +17,7 @@ few = settings(max_examples=20)
 GROUPS = 3
 
 gae = jax.jit(token_advantages.gae, static_argnames="steps")
+reinforce = jax.jit(token_advantages.reinforce)
 reinforce_plus_plus = jax.jit(token_advantages.reinforce_plus_plus)
 remax = jax.jit(token_advantages.remax)
 optimal = jax.jit(functools.partial(token_advantages.optimal_token_baseline, num_groups=GROUPS))
@@ -62,6 +65,30 @@ def test_gae_by_hand():
 
     np.testing.assert_allclose(advantage(), [[0.5, 0.5, 0.5]])
     np.testing.assert_allclose(advantage(lam=0.5), [[0.125, 0.25, 0.5]])
+
+
+@few
+@given(seeds, st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, -0.5]))
+def test_reinforce_equals_its_twin(seed, gamma, average):
+    ragged = Ragged.sample(seed)
+    reward = ragged.values()
+    inputs = (ragged.spoiled(reward), np.float32(average), *ragged.where)
+    advantage, returns = reinforce(*inputs, gamma=gamma)
+    expected = [
+        np.array([sum(gamma**k * x for k, x in enumerate(r[t:])) for t in range(len(r))])
+        for (r,) in ragged.trained(reward)
+    ]
+    ragged.assert_equal(returns, expected)
+    ragged.assert_equal(advantage, [x - average for x in expected])
+
+
+def test_the_moving_average_by_hand():
+    first = moving_average(None, 1.0, decay=0.9)
+    second = moving_average(first, -1.0, decay=0.9)
+    # .9 * 1 - .1 * 1, and .9 * .8 + .1 * 2.
+    assert (first, second) == (1.0, pytest.approx(0.8))
+    assert moving_average(second, 2.0, decay=0.9) == pytest.approx(0.92)
+    assert moving_average(second, 2.0, decay=0.0) == 2.0
 
 
 @few

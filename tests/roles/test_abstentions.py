@@ -17,7 +17,7 @@ from tokens import answers_of, prompts_of
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.dataflows.dynamic_sampling import kept_groups
 from jaxrl.dataflows.experience import Experience, Sampled
-from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer
+from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer, RewardAverage
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.rewards.score import Term, weighted_sum
 from jaxrl.roles.advantage_estimator import Estimator, VocabularyBatch
@@ -117,6 +117,8 @@ def given_to(estimator: Estimator, scored: Scored, kept: np.ndarray, field) -> d
         given["weight_K"] = np.append(scored.term_weight_K, np.float32(1))
     if "value_BT" in inputs:
         given["value"] = field["value"]
+    if "average_reward" in inputs:
+        given["average_reward"] = 0.25
     if "baseline_BT" in inputs:
         given["baseline_B"] = np.linspace(-1, 1, N, dtype=np.float32)[kept // G]
     if "teacher_logprob_BT" in inputs:
@@ -195,6 +197,16 @@ def test_the_update_is_that_of_the_batch_without_them(name):
         assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), params, first_state().params)
     assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+def test_the_moving_average_is_of_the_samples_that_have_a_score():
+    scored = Case.of(ABSTAINED).scored
+    average = RewardAverage(0.5, 1.0)
+    average.follow(scored)
+    assert average.value == pytest.approx(0.5 + 0.5 * np.nanmean(scored.reward_B), abs=1e-6)
+    # Nothing is known of a step without any.
+    average.follow(Case.of(np.ones(N * G, bool)).scored)
+    assert average.value == pytest.approx(0.5 + 0.5 * np.nanmean(scored.reward_B), abs=1e-6)
 
 
 @pytest.mark.parametrize("which", ["second minibatch", "all"])

@@ -85,6 +85,7 @@ def test_an_advantage_by_its_name(name):
         "baseline_B": np.zeros(8, np.float32),
         "score_BK": np.stack([SCORE, np.arange(8, dtype=np.float32)], axis=1),
         "weight_K": np.ones(2, np.float32),
+        "average_reward": 0.25,
         "arrays": {"teacher_logprob_BT": batch.old_logprob - squares},
     }
     advantage, target, _ = estimator(batch, SCORE, GROUP, num_groups=2, **given)

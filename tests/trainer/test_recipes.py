@@ -178,6 +178,37 @@ def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
     assert found == pytest.approx([0.0, 0.005, 0.01])
 
 
+@pytest.mark.long
+def test_the_baseline_of_reinforce_is_the_average_of_earlier_steps_and_resumes(folder, tmp_path):
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "def rule(responses):\n    return [int(x.sum() % 5) for x in responses.tokens]\n"
+    )
+    changes = {
+        "reward__functions": {"rule": {"path": f"{rules}:rule", "weight": 1.0}},
+        "algorithm__advantage": "reinforce",
+        "algorithm__baseline_decay": 0.75,
+        "algorithm__loss": "policy_gradient",
+        "algorithm__loss_options": {},
+        "rollout__num_samples": 1,
+    }
+    curves = []
+    for name, stops in (("whole", (3,)), ("resumed", (2, 3))):
+        for steps in stops:
+            config = make_config(folder, tmp_path / name, "grpo", **changes, run__num_steps=steps)
+            assert program.train(config, devices=jax.devices()[:1]) == 0
+        curves.append({row["step"]: row for row in curve(config)})
+    whole, resumed = curves
+    mean = {step: row.get("critic/rewards/mean") for step, row in whole.items()}
+    expected = [0.0, mean[1], 0.75 * mean[1] + 0.25 * mean[2]]
+    assert [whole[step]["reward/moving_average"] for step in (1, 2, 3)] == pytest.approx(expected)
+    assert mean[1] != mean[2] and whole[3] == resumed[3]
+    # The advantage of every token is its answer's reward less that.
+    assert whole[3]["critic/advantages/max"] == pytest.approx(
+        whole[3]["critic/rewards/max"] - expected[2], abs=1e-5
+    )
+
+
 def safe_settings(folder) -> dict:
     return {
         **ppo_settings(folder),
