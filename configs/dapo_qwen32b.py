@@ -12,6 +12,17 @@ first.
     h100-128   16 hosts x 8 H100 of 80 GB
     h200-64    8 hosts x 8 H200 of 141 GB
 
+The rows of the paper's Table 1 are there too, alone or with the hardware and a comma, as in
+configs/dapo_qwen32b.py:h100-128,naive-grpo. Each has the techniques of those above it. The score is the
+paper's on AIME 2024:
+
+    naive-grpo                  30   bounds of .2 and .2, mean over answers, no shaping, every group
+    overlong-filtering          36   truncated answers are left out of the loss
+    clip-higher                 38   an upper bound of .28
+    overlong-punishment         41   the soft punishment, in place of the filtering
+    without-dynamic-sampling    42   token-level loss, the mean over tokens
+    (none of these)             50   dynamic sampling: DAPO
+
 docs/planning.md has the memory of each, compiled ahead of time. On GPUs start with
 XLA_PYTHON_CLIENT_MEM_FRACTION=.95, because JAX takes three quarters of the memory by default. Hours: not
 known.
@@ -57,14 +68,28 @@ _LAYOUTS = {
     "h100-128": 16,  # 16 hosts x 8 H100 of 80 GB
     "h200-64": 8,  # 8 hosts x 8 H200 of 141 GB
 }
+# What each row of Table 1 leaves out besides the rows before it here, from DAPO to naive GRPO.
+_LEFT_OUT = {
+    "without-dynamic-sampling": {"algorithm.dataflow": "grpo"},
+    "overlong-punishment": {"algorithm.aggregation": "seq-mean-token-mean"},
+    "clip-higher": {"reward.overlong_buffer_tokens": 0, "reward.mask_truncated": True},
+    "overlong-filtering": {"algorithm.loss_options.clip_high": 0.2},
+    "naive-grpo": {"reward.mask_truncated": False},
+}
 
 
 def get_config(layout: str = "v5p-128"):
-    if layout not in _LAYOUTS:
-        raise UserError(f"layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
-    d = _LAYOUTS[layout]
+    words = layout.split(",")
+    hardware, rows = ([word for word in words if word in names] for names in (_LAYOUTS, _LEFT_OUT))
+    if max(len(hardware), len(rows)) > 1 or len(hardware) + len(rows) < len(words):
+        raise UserError(
+            f"layout {layout!r} is not one of {', '.join(_LAYOUTS)}, nor one of {', '.join(_LEFT_OUT)}, nor "
+            "one of each with a comma between them"
+        )
+    d = _LAYOUTS[hardware[0] if hardware else "v5p-128"]
     config = to_config_dict(Config())
-    config.name = "dapo_qwen32b"
+    # Runs of several rows have folders of their own.
+    config.name = "_".join(["dapo_qwen32b", *rows]).replace("-", "_")
     config.weights = "Qwen/Qwen2.5-32B"
     config.tokenizer.path = "Qwen/Qwen2.5-32B"
 
@@ -134,4 +159,8 @@ def get_config(layout: str = "v5p-128"):
 
     config.run.num_steps = 400
     config.run.save_every = 5
+
+    less = [*_LEFT_OUT]
+    for name in less[: less.index(rows[0]) + 1 if rows else 0]:
+        config.update_from_flattened_dict(_LEFT_OUT[name])
     return config.lock()

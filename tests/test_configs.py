@@ -11,6 +11,7 @@ from jaxrl.commands.run_commands import check_for_plan
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import flatten_config, group_class, leaf_types
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
@@ -108,6 +109,47 @@ def test_dapo_32b_asks_as_the_paper_does(dapo_32b):
         '\n\n1 + 1 = ?\n\nRemember to put your answer on its own line after "Answer:".'
     )
     assert prompt.startswith("Solve the following math problem step by step. The last line of your")
+
+
+# What a row of Table 1 sets otherwise than the row with one technique more; the first is next to DAPO itself.
+TABLE_1 = {
+    "without-dynamic-sampling": {"algorithm.dataflow": ("dapo", "grpo")},
+    "overlong-punishment": {"algorithm.aggregation": ("token-mean", "seq-mean-token-mean")},
+    "clip-higher": {
+        "reward.overlong_buffer_tokens": (4096, 0),
+        "reward.mask_truncated": (False, True),
+    },
+    "overlong-filtering": {"algorithm.loss_options.clip_high": (0.28, 0.2)},
+    "naive-grpo": {"reward.mask_truncated": (True, False)},
+}
+
+
+@pytest.mark.parametrize("hardware", ["", "h200-64"])
+def test_each_row_of_dapos_table_differs_from_the_next_by_its_technique(hardware):
+    def settings(*words: str) -> dict:
+        layout = ",".join(filter(None, words))
+        path = f"{ROOT}/configs/dapo_qwen32b.py{':' * bool(layout)}{layout}"
+        return flatten_config(load_config(Config, path, {}))
+
+    richer, names = settings(hardware), {"dapo_qwen32b"}
+    for row, expected in TABLE_1.items():
+        found = settings(hardware, row)
+        names.add(found["name"])
+        pairs = {k: (richer[k], found[k]) for k in richer if richer[k] != found[k]}
+        assert pairs.pop("name") and pairs == expected
+        richer = found
+    # Each has a folder of its own.
+    assert len(names) == 6 and "dapo_qwen32b_naive_grpo" in names
+    check_for_plan(load_config(Config, str(ROOT / "configs/dapo_qwen32b.py:naive-grpo"), {}))
+
+
+@pytest.mark.parametrize(
+    "layout", ["naive", "h200-64,naive", "h200-64,", "h200-64,v5p-128", "naive-grpo,clip-higher"]
+)
+def test_a_row_or_hardware_without_a_name_is_refused(layout):
+    message = f"layout '{layout}' is not one of v5p-128, .*, nor one of without-dynamic-sampling, "
+    with pytest.raises(UserError, match=message):
+        load_config(Config, f"{ROOT}/configs/dapo_qwen32b.py:{layout}", {})
 
 
 def test_every_setting_is_read():
