@@ -29,10 +29,10 @@ import numpy as np
 
 from jaxrl.data.messages import read_message
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.data.tool_calls import AnswerParser, AssistantMessage
 from jaxrl.errors import UserError
 from jaxrl.types import Branch, Stretch
 from jaxrl_agents.suffix import ChatRenderer, Messages
+from jaxrl_serving.tool_calls import AnswerParser, AssistantMessage
 
 History: TypeAlias = Literal["kept", "as_template"]
 

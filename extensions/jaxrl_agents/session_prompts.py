@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.data.tool_calls import AssistantMessage
 from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import turn_seed
 from jaxrl.types import Stretch
@@ -23,6 +22,7 @@ from jaxrl_serving.online_driver import Delta
 from jaxrl_serving.openai.chat_prompts import ChatQuery, ChatTurn
 from jaxrl_serving.openai.logit_edits import LogitEdits
 from jaxrl_serving.openai.protocol import ApiError
+from jaxrl_serving.tool_calls import AssistantMessage
 
 
 class SessionPrompts:

@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.data.tool_calls import END_THINK, THINK
 from jaxrl.errors import UserError
+from jaxrl_serving.tool_calls import END_THINK, THINK
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -45,8 +45,8 @@ class ChatRenderer:
     """Renders conversations for the model, whole or from a sampled turn on.
 
     Attributes:
-      terminator: text that ends a turn of the assistant, with the token that the model samples for it; "" if
-        the template has none.
+      terminators: texts that end a turn of the assistant, by the token that the model samples for each. GLM's
+        calls end otherwise than its texts do.
       rewrites: what the template changes in earlier messages, such as "drops earlier reasoning".
       shows_tools: whether the template has tools at all.
     """
@@ -65,25 +65,24 @@ class ChatRenderer:
         self._template: ChatTemplate = tokenizer.chat_template
         self._tokenizer = tokenizer
         self.shows_tools = "tools" in self._template.source(tools=True)
-        self.terminator, self._terminator_id = "", -1
+        self.terminators: dict[int, str] = {}
         between = self._after_mark("mark", [_plain("mark"), _user("v")], {})
-        names = {i: tokenizer.backend.id_to_token(i) or "" for i in tokenizer.stop_ids}
-        places = {i: between.find(name) for i, name in names.items() if name in between}
-        if places:
-            first = min(places, key=lambda i: places[i])
+        if (ending := self._ending(between)) is not None:
+            tail, first, name = ending
             # A token behind other text ends something else than the turn.
-            if not between[: places[first]].strip():
-                self.terminator = between[: places[first] + len(names[first])]
-                self._terminator_id = first
+            if not tail.strip():
+                self.terminators[first] = tail + name
         # The text between a call's name and the terminator; None if calls without text are not shown.
         self._call_tail: str | None = None
-        if self.shows_tools and self.terminator:
+        if self.shows_tools and self.terminators:
             # Some templates accept tool messages only after calls.
             answer = {"role": "tool", "content": "", "tool_call_id": _CALL_ID, "name": "f"}
             with contextlib.suppress(UserError):
                 after = self._after_mark("mark", [_calls("mark"), answer], {"tools": [_TOOL]})
-                tail, found, _ = after.partition(self.terminator)
-                self._call_tail = tail if found else None
+                # Some name the call again beside its result, where the mark would stand.
+                if (ending := self._ending(after)) is not None and "mark" not in after:
+                    self._call_tail, first, name = ending
+                    self.terminators.setdefault(first, name)
         self.rewrites = tuple(self._find_rewrites())
 
     @property
@@ -123,14 +122,21 @@ class ChatRenderer:
         """Int32 ids of a text from `after`, without the terminator if the sampled `tokens` end with it."""
         # Encoded with the terminator even if it is dropped: the first word after the beginning of a text
         # may have other tokens (SentencePiece).
-        ids = self._tokenizer.encode(text)
-        if self.ended(tokens) and text.startswith(self.terminator):
-            ids = ids[int(np.flatnonzero(ids == self._terminator_id)[0]) + 1 :]
+        ids, last = self._tokenizer.encode(text), int(tokens[-1])
+        # A turn that was cut, or ended by a stop string, has none.
+        if last in self.terminators and text.startswith(self.terminators[last]):
+            ids = ids[int(np.flatnonzero(ids == last)[0]) + 1 :]
         return ids
 
-    def ended(self, tokens: np.ndarray) -> bool:
-        """Whether a sampled turn ends with the terminator. A cut one, or one with a stop string, does not."""
-        return self._terminator_id >= 0 and bool(tokens[-1] == self._terminator_id)
+    def _ending(self, after: str) -> tuple[str, int, str] | None:
+        """The first token in a text that ends turns: what precedes it, its id and name; None without any."""
+        ids = self._tokenizer.stop_ids
+        names = {i: name for i in ids if (name := self._tokenizer.backend.id_to_token(i))}
+        places = {i: after.find(name) for i, name in names.items() if name in after}
+        if not places:
+            return None
+        first = min(places, key=lambda i: places[i])
+        return after[: places[first]], first, names[first]
 
     def _after_mark(
         self, mark: str, messages: Messages, variables: Mapping[str, Any], *, end: bool = False

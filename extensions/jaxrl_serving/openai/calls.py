@@ -27,12 +27,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxrl.data.tokenizer import TextStream, Tokenizer
-from jaxrl.data.tool_calls import END_THINK, AnswerParser, AssistantMessage
 from jaxrl.errors import UserError
 from jaxrl.rollout.decode_state import TokenScores, TopTokens
 from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl_serving.call_formats import CallFormat
 from jaxrl_serving.online_driver import LENGTH, STOP, Delta
 from jaxrl_serving.openai.chat_prompts import (
     ChatPrompts,
@@ -52,6 +52,7 @@ from jaxrl_serving.openai.protocol import (
     TokenizeRequest,
     read_request,
 )
+from jaxrl_serving.tool_calls import END_THINK, AnswerParser, AssistantMessage
 
 Json = dict[str, Any]
 
@@ -178,11 +179,13 @@ class RequestReader:
             template = self.tokenizer.chat_template
             if form is None or template is None or "tools" not in template.source(tools=True):
                 raise ApiError(
-                    "the chat template of this model has no tools in a form that is known here (Qwen's and "
-                    "Hermes', Llama 3's, Mistral's); leave tools out, or serve a model with one of them",
+                    "the chat template of this model has no tools in a form that is known here (Qwen's, "
+                    "Hermes', Qwen3-Coder's, GLM's, Gemma 4's, gpt-oss's, Llama 3's, Mistral's); leave tools "
+                    "out, or serve a model with one of them",
                     param="tools",
                 )
             if request.forced_tool is not None:
+                self._check_held(form)
                 start = form.begin(request.forced_tool)
         said = [
             message.content + (json.dumps(message.tool_calls) if message.tool_calls else "")
@@ -202,6 +205,13 @@ class RequestReader:
             opens=request.add_generation_prompt,
             continues=request.continue_final_message,
         )
+
+    def _check_held(self, form: CallFormat) -> None:
+        if not form.forced:
+            raise UserError(
+                "calls of this model are written in a form that nothing here holds it to; leave tool_choice "
+                "at auto, and strict out"
+            )
 
     def generate(self, body: Json, keys: Sequence[str] = ()) -> Call:
         """Parses the body of POST /inference/v1/generate."""
@@ -368,6 +378,7 @@ class RequestReader:
             elif turn is not None and turn.drawn is None and sampling.holds_calls:
                 assert self.parser.format is not None, "tools have a format"
                 query = turn.query
+                self._check_held(self.parser.format)
                 text = tool_grammar(*ids, self.parser.format, query.tools, query.start)
                 grammar = matcher_of(*ids, text, "strict")
         except UserError as error:
@@ -604,8 +615,8 @@ class ChatChoice(Choice):
         # For the events of a stream: the text so far, and how much of reasoning and content was sent.
         self._text = self._query.start
         self._opened = not self._text and parser.opens_reasoning(call.turn.prompt_ids)
-        # The driver's text leaves out a special token that begins calls, and `visible` must see it.
-        hides = call.stream and parser.opening_id is not None
+        # The driver's text leaves out special tokens of calls, and `visible` must see them.
+        hides = call.stream and bool(parser.kept)
         self._stream = TextStream(parser.decode, self._query.stop) if hides else None
         self._sent = 0, 0
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxrl.data.messages import read_message
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.data.tool_calls import AnswerParser, AssistantMessage
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import Request
 from jaxrl_serving.online_driver import Delta
+from jaxrl_serving.tool_calls import AnswerParser, AssistantMessage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.tokenizer import TextStream, Tokenizer
-from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import LiveCounts, LiveError, Overloaded, Stopped
 from jaxrl.rollout.settings import EngineConfig
@@ -45,6 +44,7 @@ from jaxrl_serving.openai.calls import (
 )
 from jaxrl_serving.openai.chat_prompts import ChatPrompts, RenderedPrompts
 from jaxrl_serving.openai.protocol import ApiError
+from jaxrl_serving.tool_calls import AnswerParser
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0

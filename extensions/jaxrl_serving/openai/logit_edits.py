@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.data.tool_calls import CallFormat
 from jaxrl.errors import UserError
+from jaxrl_serving.call_formats import CallFormat
 
 # Added to the logits of tokens that a grammar forbids. It is finite, as in `sampling`, and lower than what
 # `min_tokens` gives to stop ids: at the end of a grammar nothing else is left.

@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from chats import CHATML, LLAMA, MISTRAL, THINKING, assistant, chat_tokenizer, user
+from chats import CHATML, CODER, LLAMA, MISTRAL, THINKING, assistant, chat_tokenizer, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -268,6 +268,9 @@ class Client:
         if kind == "call":
             opening = {"qwen": "<tool_call>", CHATML: "<tool_call>", MISTRAL: "[TOOL_CALLS]["}
             text = opening.get(self.template, "") + text + ("]" if self.template == MISTRAL else "")
+            if self.template == CODER:
+                value = "<parameter=b>\n1\n</parameter>"
+                text = f"<tool_call>\n<function=add>\n{value}\n</function>\n</tool_call>"
         ids = tokenizer.encode(text).tolist()
         if kind == "cut":
             return ids, True
@@ -352,7 +355,9 @@ def play(data, template, *, turns):
         assert conversation.counts.encoded == client.encoded
 
 
-@pytest.mark.parametrize("template", [CHATML, MISTRAL, LLAMA], ids=["chatml", "mistral", "llama"])
+@pytest.mark.parametrize(
+    "template", [CHATML, CODER, MISTRAL, LLAMA], ids=["chatml", "coder", "mistral", "llama"]
+)
 @given(data=st.data())
 def test_ids_are_what_the_model_saw(template, data):
     play(data, template, turns=10)

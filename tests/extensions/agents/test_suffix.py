@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from chats import CHATML, LLAMA, MISTRAL, THINKING, chat_tokenizer
+from chats import CHATML, CODER, GLM, HARMONY, LLAMA, MISTRAL, THINKING, chat_tokenizer
 
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
@@ -30,6 +30,7 @@ OF_QWEN = (
     ("template", "terminator", "rewrites", "of_results", "of_a_question"),
     [
         (CHATML, "<|im_end|>", (), *OF_QWEN),
+        (CODER, "<|im_end|>", (), *OF_QWEN),
         (THINKING, "<|im_end|>", ("drops earlier reasoning",), *OF_QWEN),
         (
             LLAMA,
@@ -46,12 +47,12 @@ OF_QWEN = (
             f"[AVAILABLE_TOOLS] {json.dumps(TOOLS)}[/AVAILABLE_TOOLS][INST] x[/INST]",
         ),
     ],
-    ids=["chatml", "thinking", "llama", "mistral"],
+    ids=["chatml", "coder", "thinking", "llama", "mistral"],
 )
 def test_suffixes_by_hand(template, terminator, rewrites, of_results, of_a_question):
     tokenizer = chat_tokenizer(template)
     renderer = ChatRenderer(tokenizer)
-    assert (renderer.terminator, renderer.rewrites) == (terminator, rewrites)
+    assert ([*renderer.terminators.values()], renderer.rewrites) == ([terminator], rewrites)
     assert all(change in renderer.note for change in rewrites)
     assert bool(renderer.note) == bool(rewrites) and "\n" not in renderer.note
     ended, cut = (tokenizer.encode(text) for text in (f"4{terminator}", "4"))
@@ -62,7 +63,7 @@ def test_suffixes_by_hand(template, terminator, rewrites, of_results, of_a_quest
         assert np.array_equal(renderer.encode_after(after, ended), tokenizer.encode(text))
     # Another token that ends answers is not the one of the template.
     other = np.array([tokenizer.stop_ids[1]], np.int32)
-    assert not renderer.ended(other) and renderer.ended(ended)
+    assert np.array_equal(renderer.encode_after(after, other), tokenizer.encode(after))
 
 
 def test_the_model_may_speak_again_and_texts_may_hold_any_mark():
@@ -80,11 +81,11 @@ def test_templates_without_special_tokens():
         return ChatRenderer(dataclasses.replace(plain, chat_template=template))
 
     found = renderer(PLAIN_TEMPLATE)
-    assert (found.terminator, found.rewrites) == ("<eos>", ())
+    assert ([*found.terminators.values()], found.rewrites) == (["<eos>"], ())
     assert found.after([QUESTION]) == "<eos>\nuser: x\nassistant: "
     endless = renderer(PLAIN_TEMPLATE.replace("{{ eos_token }}", ""))
     # The end of an answer is sampled but never rendered, and stays.
-    assert endless.terminator == "" and endless.after([QUESTION]) == "\nuser: x\nassistant: "
+    assert endless.terminators == {} and endless.after([QUESTION]) == "\nuser: x\nassistant: "
     ids = endless.encode_after("\nuser: x", np.array([plain.eos_id]))
     assert np.array_equal(ids, plain.encode("\nuser: x"))
     assert "changes earlier messages" in renderer(PLAIN_TEMPLATE.upper().lower() + "{{ 1 }}").note
@@ -98,7 +99,7 @@ def test_templates_without_special_tokens():
 def test_published_templates_of_qwen():
     tokenizer = load_tokenizer(TOKENIZERS / "qwen2.5")
     renderer = ChatRenderer(tokenizer)
-    assert (renderer.terminator, renderer.note) == ("<|im_end|>", "")
+    assert ([*renderer.terminators.values()], renderer.note) == (["<|im_end|>"], "")
     results = "\n<tool_response>\n1\n</tool_response>" * 2
     assert renderer.after([RESULT, RESULT], {"tools": TOOLS}) == (
         f"<|im_end|>\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
@@ -112,3 +113,27 @@ def test_published_templates_of_qwen():
     assert renderer.after([QUESTION], {"enable_thinking": False}).endswith(
         "<think>\n\n</think>\n\n"
     )
+
+
+def test_calls_of_glm_end_otherwise_than_its_texts():
+    tokenizer = chat_tokenizer(GLM)
+    renderer = ChatRenderer(tokenizer)
+    assert [*renderer.terminators.values()] == ["<|user|>", "<|observation|>"]
+    results = renderer.after([RESULT, RESULT], {"tools": TOOLS})
+    shown = "\n<tool_response>\n1\n</tool_response>"
+    assert results == f"<|observation|>{shown}{shown}<|assistant|>\n"
+    question = renderer.after([QUESTION], {"tools": TOOLS})
+    assert question == "<|user|>\nx<|assistant|>\n"
+    # Whatever ended the turn is not there twice.
+    for text in (results, question):
+        name = text[: text.index(">") + 1]
+        ended, cut = (tokenizer.encode(f"4{end}") for end in (name, ""))
+        assert np.array_equal(renderer.encode_after(text, cut), tokenizer.encode(text))
+        rest = renderer.encode_after(text, ended)
+        assert np.array_equal(rest, tokenizer.encode(text)[1:])
+
+
+def test_a_result_that_names_its_call_is_refused():
+    # Only the call has the name, and it is not rendered again.
+    with pytest.raises(UserError, match="no call"):
+        ChatRenderer(chat_tokenizer(HARMONY)).after([RESULT], {"tools": TOOLS})

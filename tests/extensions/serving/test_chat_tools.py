@@ -18,12 +18,12 @@ httpx = import_extra("dev", "httpx2")
 from scripted_driver import ScriptedDriver, serving, sizes_of  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
-from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.rollout.live_loop import LiveCounts  # noqa: E402
 from jaxrl_serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl_serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl_serving.openai.logit_edits import LogitEdits  # noqa: E402
 from jaxrl_serving.openai.protocol import ApiError  # noqa: E402
+from jaxrl_serving.tool_calls import AnswerParser  # noqa: E402
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
 ADD = {"name": "add", "description": "Adds.", "strict": True, "parameters": PARAMETERS}

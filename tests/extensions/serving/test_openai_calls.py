@@ -15,12 +15,12 @@ from scripted_driver import ScriptedDriver, sizes_of  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
-from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl_serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl_serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl_serving.openai.endpoint import build_app  # noqa: E402
 from jaxrl_serving.openai.protocol import ApiError  # noqa: E402
+from jaxrl_serving.tool_calls import AnswerParser  # noqa: E402
 
 SIZES = sizes_of(60, 40, 64)
 VALUES = [
@@ -230,7 +230,7 @@ def test_a_model_whose_template_has_no_tools_refuses_them_by_name():
         chat_template = None
 
     error = outcome("chat", WITH_TOOLS, tokenizer=Plain()).body["error"]
-    assert error["param"] == "tools" and "Qwen's and Hermes', Llama 3's" in error["message"]
+    assert error["param"] == "tools" and "Qwen's, Hermes', Qwen3-Coder's" in error["message"]
 
 
 def test_a_request_has_stop_ids_besides_those_of_the_model():

@@ -11,7 +11,6 @@ from extras import import_extra
 import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
-from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.rollout.decode_state import TopTokens  # noqa: E402
 from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
@@ -30,6 +29,7 @@ from jaxrl_serving.openai.protocol import (  # noqa: E402
     CompletionRequest,
     read_request,
 )
+from jaxrl_serving.tool_calls import AnswerParser  # noqa: E402
 
 MODEL = {"model": "tiny"}
 MESSAGE = {"role": "user", "content": "hi"}

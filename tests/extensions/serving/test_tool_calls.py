@@ -8,12 +8,10 @@ from chats import CHATML, LLAMA, MISTRAL, THINKING, chat_tokenizer
 
 from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.messages import read_message
-from jaxrl.data.tool_calls import (
-    HERMES,
+from jaxrl_serving.call_formats import HERMES, ToolCall, call_format
+from jaxrl_serving.tool_calls import (
     AnswerParser,
     AssistantMessage,
-    ToolCall,
-    call_format,
 )
 
 TOKENIZERS = {template: chat_tokenizer(template) for template in (CHATML, THINKING, LLAMA, MISTRAL)}
@@ -126,10 +124,8 @@ def test_the_beginning_that_was_given_belongs_to_the_answer_and_stop_strings_do_
 
 
 def test_formats_are_known_by_the_template():
-    qwen_coder = "<tool_call>\n<function=name>"
-    glm = "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>"
     ministral = "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}"
-    for source in (PLAIN_TEMPLATE, qwen_coder, glm, ministral):
+    for source in (PLAIN_TEMPLATE, ministral):
         assert call_format(source) is None
     plain = TOKENIZERS[CHATML]
     template = ChatTemplate(PLAIN_TEMPLATE, origin="this test", special_tokens={})
