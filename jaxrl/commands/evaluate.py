@@ -13,6 +13,7 @@ answers and metrics to --out. docs/evaluation.md explains the statistics.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -20,7 +21,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ from jaxrl.data import model_directory
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, evaluation_prompts
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.dataflows.rewarding import Grading
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
@@ -52,6 +54,7 @@ from jaxrl.models.decoder import Params, decoder_graph, split_layers
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
+from jaxrl.rewards.graders import Graders
 from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
@@ -60,7 +63,7 @@ from jaxrl.tracking.sample_rows import TokenStrings, sample_rows, to_lines
 from jaxrl.trainer.context import meshes_of
 from jaxrl.trainer.evaluation import answered
 from jaxrl.trainer.run_rewards import graders_of, truth_faults
-from jaxrl.types import Completions, Scored
+from jaxrl.types import Completions, Prompts, Scored
 
 # Limit of a response of a model that is no run, in tokens.
 _LONGEST_RESPONSE = 8192
@@ -188,17 +191,45 @@ def _take_saved(tree: ConfigDict, path: pathlib.Path) -> None:
             ) from error
 
 
-def evaluate(
-    config: Config, path: pathlib.Path, *, out: str = "", chosen: Set[str] = frozenset()
-) -> Scored:
-    """Evaluates a model and writes the answers. Collective.
+@dataclasses.dataclass(frozen=True)
+class EvaluationInputs:
+    """What an evaluation answers, and with which model. Everything is checked; no weights are read yet.
 
-    Everything is checked before weights are read.
+    Attributes:
+      config: settings of task and sampling, none of them open.
+      path: directory of the model, or folder of a run.
+      model, mesh, tokenizer: shape of the model, its devices, and its tokenizer.
+      problems: the problems, as evaluation sources.
+      prompts: their prompts; `ids_N` are row numbers over all sources together.
+      graders: graders of the answers.
+      weights: text that identifies the weights.
+      settings: text of everything that the answers depend on.
+    """
+
+    config: Config
+    path: pathlib.Path
+    model: ModelConfig
+    mesh: Mesh
+    tokenizer: Tokenizer
+    problems: Problems
+    prompts: Prompts
+    graders: Graders
+    weights: str
+    settings: str
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return stop_ids_of(self.config.rollout, self.tokenizer)
+
+
+def read_inputs(
+    config: Config, path: pathlib.Path, *, chosen: Set[str] = frozenset()
+) -> EvaluationInputs:
+    """Reads problems and settings of an evaluation. Collective.
 
     Args:
       config: settings of task and sampling; its weights are the directory of the model's files.
       path: directory of the model, or folder of a run.
-      out: folder of the results; "" derives one in evaluations/.
       chosen: settings to replace: "data.max_prompt_tokens" by the longest prompt, "rollout.dtype" by the fast
         type of the devices.
 
@@ -234,46 +265,70 @@ def evaluate(
     if "rollout.dtype" in chosen:
         fast = dataclasses.replace(config.rollout, dtype=dtype_on(mesh, "auto"))
         config = dataclasses.replace(config, rollout=fast)
-    # Settings and weights name the folder of the results, so that those of other ones are not replaced.
     weights = _identity(path, model)
     # Processes differ in their index.
     settings = format_config(dataclasses.replace(config, hosts=hosts.HostsConfig()))
     settings = f"model = {str(path)!r}\nweights of {weights}\n{settings}"
     hosts.check_same("the evaluation", [settings])
-    name = "-".join(path.absolute().parts[-2:] if is_run(path) else path.absolute().parts[-1:])
-    crc = zlib.crc32(settings.encode())
-    folder = EvaluationFolder(pathlib.Path(out or f"evaluations/{name}-{crc:08x}"))
-    training = config.rollout.sampling(config.seed)
-    options = config.evaluation.sampling(training, step=EVALUATION_STEP)
-    stop_ids = stop_ids_of(config.rollout, tokenizer)
+    return EvaluationInputs(
+        config, path, model, mesh, tokenizer, problems, prompts, graders, weights, settings
+    )
+
+
+@contextlib.contextmanager
+def answering(inputs: EvaluationInputs) -> Iterator[tuple[Callable[[Prompts], Scored], Grading]]:
+    """Loads the model. Yields a function that answers and grades prompts, and the grading. Collective."""
+    config, path, mesh = inputs.config, inputs.path, inputs.mesh
+    options = config.evaluation.sampling(config.rollout.sampling(config.seed), step=EVALUATION_STEP)
     engine = engine_config(
         config,
-        stop_ids,
+        inputs.stop_ids,
         prompts_per_batch=config.rollout.num_prompts,
         replicas=shards_of("batch", GENERATE_RULES, mesh),
     )
-    # Before minutes of answering.
-    hosts.on_first(lambda: ensure_writable(folder.path))
-    backend = build_backend(config.rollout.driver, model, mesh, engine, tokenizer.decode_batch)
-    backend = with_agent(backend, config.rollout, tokenizer)
-    _say(f"loading {path} ({weights})")
-    backend.load(load_policy(path, model, mesh, backend.dtype))
-    _say(f"answering {len(prompts)} problems {config.evaluation.num_samples} times")
-    grading = Grading(graders)
+    decode = inputs.tokenizer.decode_batch
+    backend = build_backend(config.rollout.driver, inputs.model, mesh, engine, decode)
+    backend = with_agent(backend, config.rollout, inputs.tokenizer)
+    _say(f"loading {path} ({inputs.weights})")
+    backend.load(load_policy(path, inputs.model, mesh, backend.dtype))
+    grading = Grading(inputs.graders)
+
+    def answer(prompts: Prompts) -> Scored:
+        _say(f"answering {len(prompts)} problems {config.evaluation.num_samples} times")
+        progress = _progress(len(prompts), backend.samplers)
+        return answered(backend, prompts, options, grading, on_group=progress)
+
     try:
-        scored = answered(
-            backend, prompts, options, grading, on_group=_progress(len(prompts), backend.samplers)
-        )
+        yield answer, grading
     finally:
         backend.close()
-        graders.close()
+        inputs.graders.close()
+
+
+def evaluate(
+    config: Config, path: pathlib.Path, *, out: str = "", chosen: Set[str] = frozenset()
+) -> Scored:
+    """Evaluates a model and writes the answers. Collective. Args and errors as of `read_inputs`.
+
+    Args:
+      out: folder of the results; "" derives one in evaluations/.
+    """
+    inputs = read_inputs(config, path, chosen=chosen)
+    # Settings and weights name the folder of the results, so that those of other ones are not replaced.
+    name = "-".join(path.absolute().parts[-2:] if is_run(path) else path.absolute().parts[-1:])
+    crc = zlib.crc32(inputs.settings.encode())
+    folder = EvaluationFolder(pathlib.Path(out or f"evaluations/{name}-{crc:08x}"))
+    # Before minutes of answering.
+    hosts.on_first(lambda: ensure_writable(folder.path))
+    with answering(inputs) as (answer, grading):
+        scored = answer(inputs.prompts)
     metrics = evaluation_metrics(scored) | grading.take_metrics("val-aux/grader")
 
     def write() -> None:
-        rows = sample_rows(scored, TokenStrings(tokenizer), stop_ids=stop_ids)
+        rows = sample_rows(scored, TokenStrings(inputs.tokenizer), stop_ids=inputs.stop_ids)
         with disk_errors(folder.path):
             write_atomically(folder.samples, to_lines(rows))
-            results = {"settings": settings.splitlines(), "metrics": metrics}
+            results = {"settings": inputs.settings.splitlines(), "metrics": metrics}
             write_atomically(folder.results, json.dumps(results, indent=1).encode())
         print(table_of(scored, metrics), flush=True)
         _say(f"{folder}: {folder.samples.name}, {folder.results.name}; jaxrl browse {folder}")
