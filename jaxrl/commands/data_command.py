@@ -3,6 +3,8 @@
     jaxrl data --config configs/dapo_tiny.py [--config.NAME=VALUE ...] [--show 3]
     jaxrl data dapo-math-17k.parquet --tokenizer Qwen/Qwen2.5-7B --chat --show 3
     jaxrl data dapo-math-17k.parquet --to dapo.jsonl
+    jaxrl data dapo.jsonl --pass_rate MODEL --n 16 --between 0.05 0.95 --to kept.jsonl
+    jaxrl data math.jsonl --rewrite_answers http://localhost:8000/v1 --prompt FILE --to integers.jsonl
 
 Prints the data card: number of rows, excluded rows with reasons, duplicates, lengths in tokens, shares.
 --show prints prompts as the model reads them, with special tokens. --to writes the remaining training
@@ -17,6 +19,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from jaxrl.commands.data_cleaning import clean, rows_of
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.schema import Config
@@ -26,8 +29,7 @@ from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import text_of_context
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, tokenizer_from
-from jaxrl.data.row_layouts import SOURCE_NAME, Record
-from jaxrl.data.rows import Row, write_rows
+from jaxrl.data.rows import write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser
@@ -57,8 +59,24 @@ def main(argv: Sequence[str]) -> int:
     add_flags(of_files, SourceConfig, only=("grader",))
     add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
     of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
+    cleaned = parser.add_argument_group("of a file that is cleaned; docs/data.md explains them")
+    cleaned.add_argument(
+        "--pass_rate", default="", help="model that answers: directory, hub or run"
+    )
+    cleaned.add_argument("--n", type=int, default=16, help="answers to each problem")
+    cleaned.add_argument(
+        "--between", type=float, nargs=2, default=(0.0, 1.0), help="rates to keep, the lower first"
+    )
+    cleaned.add_argument("--rewrite_answers", default="", help="URL of a server, ending in /v1")
+    cleaned.add_argument("--prompt", default="", help="file with {problem} and {answer}")
+    cleaned.add_argument("--served_model", default="", help="its name; the first of the server's")
     overrides, rest = take_overrides(arguments, Config)
     args = parser.parse_args(rest)
+    if args.pass_rate or args.rewrite_answers:
+        if len(args.files) != 1 or (args.pass_rate and args.rewrite_answers):
+            raise UserError("name one file, and either --pass_rate or --rewrite_answers")
+        clean(args, overrides, lambda: _problems_of(args)[0].train_records)
+        return 0
     # A recipe has settings for each of its files, a file has those of the flags.
     if bool(args.files) == bool(args.config):
         raise UserError("name files of problems, or a recipe with --config, and not both")
@@ -80,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_files(args: argparse.Namespace) -> None:
+def _problems_of(args: argparse.Namespace) -> tuple[Problems, DataConfig]:
     fields = {"prompt": args.prompt_field, "answer": args.answer_field}
     sources = {
         # Files of two folders may have the same name.
@@ -98,7 +116,11 @@ def _of_files(args: argparse.Namespace) -> None:
         max_prompt_tokens=args.max_prompt_tokens,
     )
     truths = functools.partial(truth_faults, (args.grader, {})) if args.grader else None
-    problems = ProblemReader(data).read(truths)
+    return ProblemReader(data).read(truths), data
+
+
+def _of_files(args: argparse.Namespace) -> None:
+    problems, data = _problems_of(args)
     if args.chat and not args.tokenizer:
         raise UserError("--chat needs a tokenizer's chat template; add --tokenizer DIR")
     tokenizer = (
@@ -139,24 +161,5 @@ def _report(
             print(f"{_RULE}\n{visible(text)}\n{visible(about)}")
     if args.to:
         records = problems.train_records
-        write_rows(_rows_of(records), args.to)
+        write_rows(rows_of(records), args.to)
         print(f"{len(records):,} problems written to {args.to}")
-
-
-def _rows_of(records: Sequence[Record]) -> list[Row]:
-    """Rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
-    # One column has one type.
-    are_texts = all(isinstance(record.prompt, str) for record in records)
-    rows = []
-    for record in records:
-        prompt = record.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        row: Row = {"problem": prompt} if are_texts else {"prompt": messages}
-        row["answer"] = record.answer
-        if record.solution is not None:
-            row["solution"] = record.solution
-        row[SOURCE_NAME] = record.source
-        # A field of the original file may have one of these names without being the prompt.
-        own = ("problem", "prompt", "answer", "solution", SOURCE_NAME)
-        rows.append(row | {name: x for name, x in record.extra.items() if name not in own})
-    return rows

@@ -95,16 +95,22 @@ def main(argv: Sequence[str]) -> int:
     # A short name for the setting that changes most.
     if args.n is not None:
         overrides["evaluation.num_samples"] = str(args.n)
-    path = pathlib.Path(local_model(args.model))
-    tree = settings_of(path, args.config, args.sets)
-    # A model without a recipe takes prompts of any length that its context has room for, in the fast type.
-    is_bare = not (args.config or is_run(path))
-    chosen = {"data.max_prompt_tokens", "rollout.dtype"} - overrides.keys() if is_bare else set()
-    config = load_config(Config, tree, overrides)
-    config = prepared(config)
+    config, path, chosen = evaluation_config(args.model, args.config, args.sets, overrides)
     with hosts.watched(config.hosts):
         evaluate(config, path, out=args.out, chosen=chosen)
     return 0
+
+
+def evaluation_config(
+    model: str, recipe: str | None, sets: Sequence[str], overrides: Mapping[str, str]
+) -> tuple[Config, pathlib.Path, set[str]]:
+    """The settings of an evaluation, the model's path, and the settings that `read_inputs` chooses."""
+    path = pathlib.Path(local_model(model))
+    tree = settings_of(path, recipe, sets)
+    # A model without a recipe takes prompts of any length that its context has room for, in the fast type.
+    is_bare = not (recipe or is_run(path))
+    chosen = {"data.max_prompt_tokens", "rollout.dtype"} - overrides.keys() if is_bare else set()
+    return prepared(load_config(Config, tree, overrides)), path, chosen
 
 
 def is_run(path: pathlib.Path) -> bool:
