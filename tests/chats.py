@@ -174,7 +174,15 @@ HARMONY = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+# As Ministral 3's: a name and its arguments.
+MINISTRAL = MISTRAL.replace(
+    """{{- (c.function | tojson)[:-1] + ', "id": "' + c.id + '"}' + (']</s>' if loop.last else ', ') }}""",
+    """{{- '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}
+{{- '</s>' if loop.last }}""",
+).replace("{{- '[TOOL_CALLS] [' }}", "{{- m.content }}")
+
 SPECIAL = {
+    MINISTRAL: ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"),
     CODER: ("<|im_end|>", "<|im_start|>"),
     GLM: ("<|user|>", "<|observation|>", "<|assistant|>", "[gMASK]", "<sop>"),
     GEMMA: ("<turn|>", "<|turn>", "<bos>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool>"),

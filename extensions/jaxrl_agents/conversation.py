@@ -340,7 +340,16 @@ class Conversation:
             turn.text = renderer.whole(given, turn.variables) + turn.start
         else:
             system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
-            turn.text = renderer.after(turn.messages, turn.variables, system=system) + turn.start
+            # As the client shows the call, which may be another one than the policy's.
+            *_, said = given[: len(given) - len(turn.messages)]
+            calls = said.get("tool_calls") or [{"function": {"name": "f"}}]
+            text = renderer.after(
+                turn.messages,
+                turn.variables,
+                system=system,
+                called=calls[0]["function"]["name"],
+            )
+            turn.text = text + turn.start
             shown = self._count_rewritten(turn) if self._history == "as_template" else ""
             # All tokens up to the answer of the parent, without a terminator at their end: the text of a
             # block begins with the terminator of the answer before it, sampled or not.

@@ -72,15 +72,14 @@ class ChatRenderer:
             # A token behind other text ends something else than the turn.
             if not tail.strip():
                 self.terminators[first] = tail + name
-        # The text between a call's name and the terminator; None if calls without text are not shown.
+        # The text between a call's argument and the terminator; None if calls without text are not shown.
         self._call_tail: str | None = None
-        if self.shows_tools and self.terminators:
+        if self.shows_tools:
             # Some templates accept tool messages only after calls.
             answer = {"role": "tool", "content": "", "tool_call_id": _CALL_ID, "name": "f"}
             with contextlib.suppress(UserError):
-                after = self._after_mark("mark", [_calls("mark"), answer], {"tools": [_TOOL]})
-                # Some name the call again beside its result, where the mark would stand.
-                if (ending := self._ending(after)) is not None and "mark" not in after:
+                after = self._after_mark("mark", [_call("f", "mark"), answer], {"tools": [_TOOL]})
+                if (ending := self._ending(after)) is not None:
                     self._call_tail, first, name = ending
                     self.terminators.setdefault(first, name)
         self.rewrites = tuple(self._find_rewrites())
@@ -100,7 +99,12 @@ class ChatRenderer:
         return self._template.render(messages, **variables)
 
     def after(
-        self, messages: Messages, variables: Mapping[str, Any] = _NONE, *, system: Messages = ()
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any] = _NONE,
+        *,
+        system: Messages = (),
+        called: str = "f",
     ) -> str:
         """The text of all new messages after a sampled turn, from its terminator on.
 
@@ -108,13 +112,16 @@ class ChatRenderer:
           messages: the new messages; none if the model is to speak again.
           variables: tools and further variables of the template.
           system: the system message of the conversation, if it has one. Some templates show it late.
+          called: name of the tool that the turn has called. Some templates show it beside the result.
         """
         # A mark that the messages do not hold: else the text would be cut at the wrong place.
-        said = repr((messages, system, variables))
+        said = repr((messages, system, variables, called))
         mark = next(m for i in itertools.count() if (m := f"turn{i}mark") not in said)
         of_tools = bool(messages) and messages[0]["role"] == "tool"
         if of_tools and self._call_tail is not None:
-            text = self._after_mark(mark, [*system, _calls(mark), *messages], variables, end=True)
+            text = self._after_mark(
+                mark, [*system, _call(called, mark), *messages], variables, end=True
+            )
             return text.removeprefix(self._call_tail)
         return self._after_mark(mark, [*system, _plain(mark), *messages], variables, end=True)
 
@@ -188,7 +195,7 @@ def _plain(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def _calls(name: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": {}}
+def _call(name: str, argument: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": {"a": argument}}
     call = {"id": _CALL_ID, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -11,9 +11,10 @@
                  <|constrain|>json<|message|>{..}<|call|>
     Llama 3      {"name": .., "parameters": {..}}                         ipython, "parameters"
     Mistral      [TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]        [TOOL_CALLS]
+    Ministral 3  [TOOL_CALLS]NAME[ARGS]{..}                               [ARGS]            (Magistral, too)
 
 Qwen3-Coder and GLM write values as text. Their types are those of the tool's schema (`typed`). Not supported:
-Llama 4's Python, and Mistral's form without a list.
+Llama 4's Python, and what Mistral's first models wrote without a list.
 """
 
 from __future__ import annotations
@@ -155,6 +156,17 @@ def _mistral(text: str, schemas: Schemas) -> tuple[str, Calls]:
     if not isinstance(values, list):
         raise ValueError("calls are a list")
     return content.rstrip(), tuple(map(_call, values))
+
+
+def _named_arguments(text: str, schemas: Schemas) -> tuple[str, Calls]:
+    content, *rest = text.split("[TOOL_CALLS]")
+    calls = []
+    for part in rest:
+        name, mark, given = part.partition("[ARGS]")
+        if not mark:
+            raise ValueError("a call has arguments")
+        calls.append(_call_of(name.partition("[CALL_ID]")[0].strip(), json.loads(given)))
+    return content.rstrip() if calls else text, tuple(calls)
 
 
 _JSON = json.JSONDecoder()
@@ -409,6 +421,7 @@ LLAMA = CallFormat("<|python_tag|>", _llama, '{"name": "', '{}", "parameters":',
 MISTRAL = CallFormat(
     "[TOOL_CALLS]", _mistral, '[TOOL_CALLS] [{"name": "', '{}", "arguments":', "}]"
 )
+MINISTRAL = CallFormat("[TOOL_CALLS]", _named_arguments, parts=("[ARGS]", "[CALL_ID]"))
 CODER = CallFormat("<tool_call>", _coder, parts=("</tool_call>",))
 GLM = CallFormat(
     "<tool_call>",
@@ -429,9 +442,8 @@ HARMONY = CallFormat(
 
 def call_format(template: str) -> CallFormat | None:
     """The format of calls that a chat template shows to its model; None if it is not known."""
-    # Newer models of Mistral write [TOOL_CALLS]name[ARGS]{...}.
     if "[TOOL_CALLS]" in template:
-        return None if "[ARGS]" in template else MISTRAL
+        return MINISTRAL if "[ARGS]" in template else MISTRAL
     if "<|channel|>" in template and "<|message|>" in template:
         return HARMONY
     if "<|tool_call>" in template:

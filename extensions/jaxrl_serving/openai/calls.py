@@ -185,7 +185,7 @@ class RequestReader:
                     param="tools",
                 )
             if request.forced_tool is not None:
-                self._check_held(form)
+                self._check_held(form, request)
                 start = form.begin(request.forced_tool)
         said = [
             message.content + (json.dumps(message.tool_calls) if message.tool_calls else "")
@@ -206,11 +206,12 @@ class RequestReader:
             continues=request.continue_final_message,
         )
 
-    def _check_held(self, form: CallFormat) -> None:
+    def _check_held(self, form: CallFormat, sampling: Sampling) -> None:
         if not form.forced:
-            raise UserError(
+            raise ApiError(
                 "calls of this model are written in a form that nothing here holds it to; leave tool_choice "
-                "at auto, and strict out"
+                "at auto, and strict out",
+                param=sampling.holds_calls,
             )
 
     def generate(self, body: Json, keys: Sequence[str] = ()) -> Call:
@@ -378,7 +379,7 @@ class RequestReader:
             elif turn is not None and turn.drawn is None and sampling.holds_calls:
                 assert self.parser.format is not None, "tools have a format"
                 query = turn.query
-                self._check_held(self.parser.format)
+                self._check_held(self.parser.format, sampling)
                 text = tool_grammar(*ids, self.parser.format, query.tools, query.start)
                 grammar = matcher_of(*ids, text, "strict")
         except UserError as error:

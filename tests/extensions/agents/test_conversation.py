@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from chats import CHATML, CODER, LLAMA, MISTRAL, THINKING, assistant, chat_tokenizer, user
+from chats import CHATML, CODER, HARMONY, LLAMA, MISTRAL, THINKING, assistant, chat_tokenizer, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +88,27 @@ def test_two_tool_messages_are_rendered_together():
     results = "\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
     expected = f"\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
     assert np.array_equal(added, encode(expected))
+
+
+def test_calls_and_results_of_gpt_oss():
+    conversation = Conversation(model_of(HARMONY))
+    first = conversation.extend([user("x")], TOOLS)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    said = thought + '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>'
+    view = say(conversation, first, said, HARMONY)
+    assert (view.reasoning, view.content, len(view.calls)) == ("Hm.", "", 1)
+    history = [user("x"), view.to_message(), tool("3", view.calls[0].id)]
+    second = conversation.extend(history, TOOLS)
+    # What was sampled stays, the thought too, and only the result is encoded.
+    result = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>3<|end|>"
+    expected = [
+        first.prompt_ids,
+        encode(said, HARMONY),
+        encode(result + "<|start|>assistant", HARMONY),
+    ]
+    assert np.array_equal(second.prompt_ids, np.concatenate(expected))
+    view = say(conversation, second, "<|channel|>final<|message|>4<|return|>", HARMONY)
+    assert (view.content, view.calls) == ("4", ())
 
 
 def test_without_tools_calls_are_content():

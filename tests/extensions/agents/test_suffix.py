@@ -133,7 +133,14 @@ def test_calls_of_glm_end_otherwise_than_its_texts():
         assert np.array_equal(rest, tokenizer.encode(text)[1:])
 
 
-def test_a_result_that_names_its_call_is_refused():
-    # Only the call has the name, and it is not rendered again.
-    with pytest.raises(UserError, match="no call"):
-        ChatRenderer(chat_tokenizer(HARMONY)).after([RESULT], {"tools": TOOLS})
+def test_a_result_names_its_call_where_the_template_does():
+    tokenizer = chat_tokenizer(HARMONY)
+    renderer = ChatRenderer(tokenizer)
+    # A text ends with <|end|> there, which the model does not sample.
+    assert [*renderer.terminators.values()] == ["<|call|>"]
+    text = renderer.after([RESULT], {"tools": TOOLS}, called="add")
+    result = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>1<|end|>"
+    assert text == f"<|call|>{result}<|start|>assistant"
+    said = "<|channel|>commentary to=functions.add<|message|>{}<|call|>"
+    rest = renderer.encode_after(text, tokenizer.encode(said))
+    assert np.array_equal(rest, tokenizer.encode(f"{result}<|start|>assistant"))

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from chats import CHATML, CODER, ENDS, GEMMA, GLM, HARMONY, SPECIAL, chat_tokenizer, user
+from chats import CHATML, CODER, ENDS, GEMMA, GLM, HARMONY, MINISTRAL, SPECIAL, chat_tokenizer, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ TEMPLATES = {
     "glm": GLM,
     "gemma": GEMMA,
     "gpt-oss": HARMONY,
+    "ministral": MINISTRAL,
 }
 TOKENIZERS = {name: chat_tokenizer(template) for name, template in TEMPLATES.items()}
 PARSERS = {name: AnswerParser(tokenizer) for name, tokenizer in TOKENIZERS.items()}
@@ -57,7 +58,11 @@ def answer_of(name: str, calls, content: str = "") -> str:
     """What the template writes for a message with calls, from the end of the prompt on."""
     tokenizer = TOKENIZERS[name]
     called = [
-        {"id": f"call{i}", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        {
+            "id": f"callcall{i}",
+            "type": "function",
+            "function": {"name": "add", "arguments": arguments},
+        }
         for i, arguments in enumerate(calls)
     ]
     message = {"role": "assistant", "content": content, "tool_calls": called}
@@ -87,7 +92,7 @@ def test_what_the_template_writes_is_read_back(name, calls):
     assert written == [json.dumps(call, sort_keys=True) for call in calls]
 
 
-@pytest.mark.parametrize("name", ["coder", "glm", "gemma"])
+@pytest.mark.parametrize("name", ["coder", "glm", "gemma", "ministral"])
 def test_text_before_calls_is_content(name):
     found = view(name, answer_of(name, [{"a": 1}], "Let me see."))
     assert found.content == "Let me see." and len(found.calls) == 1
@@ -138,7 +143,14 @@ GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</t
             '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 7}<|call|>',
             [{"a": 7}],
         ),
+        (
+            "ministral",
+            '[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 7}[TOOL_CALLS]now[ARGS]{}',
+            [{"a": 7}, {}],
+        ),
         # Malformed ones.
+        ("ministral", "[TOOL_CALLS]add{}", None),
+        ("ministral", "[TOOL_CALLS]add[ARGS]{", None),
         ("coder", CODER_CALL.format("seven"), None),
         ("coder", CODER_CALL.format("7.5"), None),
         ("coder", CODER_CALL.format(7).replace("</parameter>", ""), None),

@@ -233,6 +233,26 @@ def test_a_model_whose_template_has_no_tools_refuses_them_by_name():
     assert error["param"] == "tools" and "Qwen's, Hermes', Qwen3-Coder's" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "tools"),
+    ],
+    ids=["required", "strict"],
+)
+def test_calls_that_nothing_holds_to_their_form_are_left_to_the_model(changes, param):
+    class Coder(Tokenizer):
+        chat_template = ChatTemplate(
+            "{{ tools }} <tool_call><function=", origin="a test", special_tokens={}
+        )
+
+    assert not isinstance(outcome("chat", WITH_TOOLS, WIDE, tokenizer=Coder()), ApiError)
+    error = outcome("chat", WITH_TOOLS | changes, WIDE, tokenizer=Coder()).body["error"]
+    assert error["message"].startswith("calls of this model are written in a form that nothing")
+    assert error["param"] == param
+
+
 def test_a_request_has_stop_ids_besides_those_of_the_model():
     def read(ids, **params):
         sizes = sizes_of(60, 40, 64, (3, 4))
