@@ -10,7 +10,7 @@
 
 `prompt_id` is another one in every epoch, `problem_key` is the same wherever the problem is sampled. If
 grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
-wrong.
+wrong. A reward that abstained is null in `reward_parts`; if all have, so are `score` and `reward`.
 
 The `prompt` of an agent's sample is what the policy saw first, with system message and tools; the text of its
 problem is `problem`. If the agent failed, `failure` is {"kind": "agent", "message": "LookupError: no tool
