@@ -4,10 +4,10 @@
     python launch/train.py --config configs/dapo_qwen15b_math.py --dry_run   # what does it take?
 
 Hardware: one accelerator of 80 GB or more (A100, H100, H200, TPU v5p). Compiled ahead of time for a
-TPU, sampling takes 46.7 GB and learning 41.2 (benchmarks/results/2026-11-22-compile_ahead.md). On one H200 a
-step of GRPO in this layout, with 131,000 sampled tokens and random weights, took 11.8 s
-(benchmarks/results/2026-11-26-h200.md). Hours of the whole run: not measured. Score to expect: not run by us,
-and there is no published score at these lengths.
+TPU, sampling takes 46.7 GB and learning, if layers are computed again (train.remat "full"), 41.2
+(benchmarks/results/2026-11-22-compile_ahead.md). On one H200 a step of GRPO in this layout, with 131,000
+sampled tokens and random weights, took 11.8 s (benchmarks/results/2026-11-26-h200.md). Hours of the whole
+run: not measured. Score to expect: not run by us, and there is no published score at these lengths.
 
 Model and data are fetched from the Hugging Face hub (docs/models.md): Qwen/Qwen2.5-1.5B,
 BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024.
@@ -50,7 +50,6 @@ def get_config():
     config.train.row_tokens = 8192
     config.train.logprob_chunk_tokens = 1024
     config.train.dtype = "bfloat16"
-    config.train.remat = "full"
     config.optim.lr = 1e-6
     config.optim.lr_warmup_steps = 10
 

@@ -4,8 +4,8 @@
     python launch/train.py --config configs/grpo_qwen05b_gsm8k.py --dry_run   # what does it take?
 
 Hardware: one accelerator of 24 GB or more (L4, RTX 4090, A100, TPU v6e). Compiled ahead of time for
-a TPU, sampling takes 15.6 GB and learning 15.0 (benchmarks/results/2026-11-22-compile_ahead.md). Hours and
-score: not run by us.
+a TPU, sampling takes 15.6 GB and learning, if layers are computed again (train.remat "full"), 15.0
+(benchmarks/results/2026-11-22-compile_ahead.md). Hours and score: not run by us.
 
 Model and data are fetched from the Hugging Face hub (docs/models.md): Qwen/Qwen2.5-0.5B-Instruct, and
 openai/gsm8k:main with its splits train and test.
@@ -49,7 +49,6 @@ def get_config():
     config.train.row_tokens = 2048
     config.train.logprob_chunk_tokens = 512
     config.train.dtype = "bfloat16"
-    config.train.remat = "full"
     config.optim.lr = 1e-6
     config.optim.betas = (0.9, 0.95)
     config.optim.weight_decay = 0.01

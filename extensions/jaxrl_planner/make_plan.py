@@ -19,20 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core as jax_core
 from jax.sharding import Mesh
 
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import step_shape
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.pools import Pool
 from jaxrl.trainer.resolved import resolve
-from jaxrl.types import TrainBatch, ValueBatch
 from jaxrl_planner.compiled.ahead import CompiledProgram, compile_program, roofline
-from jaxrl_planner.compiled.programs import Program, abstract_batch
+from jaxrl_planner.compiled.programs import Program
 from jaxrl_planner.hardware.cluster import Cluster, Topology, shapes_of_at_least
-from jaxrl_planner.memory import ResidentBuffers, update_memory
+from jaxrl_planner.memory import ResidentBuffers
 from jaxrl_planner.plan import PHASES, Plan, check_positions, describe_flow, planned_pool
 from jaxrl_planner.planned_roles import (
     PlannedRoles,
@@ -41,6 +38,7 @@ from jaxrl_planner.planned_roles import (
     meshes_on,
     planned_roles,
 )
+from jaxrl_planner.remat_choice import buffers_in_updates, chosen_remat, with_remat
 from jaxrl_planner.simulation.workload import LengthDistribution
 from jaxrl_planner.slot_choice import with_slots
 from jaxrl_planner.step_load import load_of
@@ -72,9 +70,11 @@ def trace_plan(
     found = resolve(config)
     meshes = abstract_meshes(found.pools)
     slots_are_chosen = config.rollout.slots == "auto"
+    remat_is_chosen = config.train.remat == "auto"
     memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
     # The roles below have as many slots as were chosen.
-    roles = planned_roles(with_slots(found, meshes, memory), meshes)
+    found = with_remat(with_slots(found, meshes, memory), meshes, memory)
+    roles = planned_roles(found, meshes)
     config = roles.config
     if cluster is not None:
         pools = roles.pools
@@ -103,32 +103,24 @@ def trace_plan(
             )
             seconds.append((program.role, program.name, program.phase, floor))
     pools = tuple(
-        planned_pool(pool, (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)))
+        planned_pool(
+            pool, (*roles.resident_buffers(pool), *buffers_in_updates(roles, pool, updates))
+        )
         for pool in roles.pools
     )
-    slots = ()
+    chosen = []
+    if remat_is_chosen:
+        chosen.append(("train.remat", chosen_remat(config, memory)))
     if slots_are_chosen:
         size = f"{memory / 1e9:.0f} GB"
-        chosen = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
-        slots = (("rollout.slots", chosen),)
+        slots = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
+        chosen.append(("rollout.slots", slots))
     return Plan(
         title=f"{config.name}, {roles.resolved.dataflow.title}",
         pools=pools,
-        notes=(*slots, *_notes(roles), *operations),
+        notes=(*chosen, *_notes(roles), *operations),
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
     )
-
-
-def _in_updates(
-    roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
-) -> Iterator[ResidentBuffers]:
-    # The temporaries that the updates of a pool's roles add, one role at a time.
-    shape = step_shape(roles.config)
-    for name, role in roles.roles.learners.items():
-        if name in pool.roles:
-            batch = abstract_batch(role, shape, TrainBatch if name == "actor" else ValueBatch)
-            layout = pool.layout_of(name)
-            yield from update_memory(name, role, layout, shape, batch, updates[name])
 
 
 Watch = Callable[[CompiledProgram], None]
@@ -201,9 +193,9 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
         watch(compiled)
         return compiled.total
 
-    return planned_roles(
-        with_slots(found, meshes, topology.memory_bytes, compile_and_watch), meshes
-    )
+    memory = topology.memory_bytes
+    found = with_slots(found, meshes, memory, compile_and_watch)
+    return planned_roles(with_remat(found, meshes, memory), meshes)
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:

@@ -2,6 +2,7 @@
 
     mesh.layout = "auto"              the fastest mapping that the search finds for these devices
     rollout.slots = "auto"            the number of slots that fits these devices, by their compiler
+    train.remat = "auto"              the least recomputation that fits these devices, by shapes
 
 `jaxrl.trainer.open_settings` calls this for a config that has one. A run itself accepts no open setting.
 """
@@ -16,6 +17,7 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.program import claimed
 from jaxrl.trainer.resolved import resolve
+from jaxrl_planner.remat_choice import with_chosen_remat
 from jaxrl_planner.search.mapping_choice import with_searched_layout
 from jaxrl_planner.slot_choice import with_chosen_slots
 
@@ -41,4 +43,5 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
         found = resolve(with_searched_layout(config, devices))
         # What is missing is reported before minutes of compiling.
         find_everything(found, kind, devices)
-        return with_chosen_slots(found, devices)
+        config = with_chosen_slots(found, devices)
+        return with_chosen_remat(resolve(config), devices) if kind.rewards else config

@@ -131,7 +131,7 @@ class PackedModel:
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(
             dtype=jnp.dtype(train.dtype),
-            remat=train.remat,
+            remat=train.remat_on(platform_of(mesh)),
             constrain=constraint(mesh, TRAIN_RULES),
             experts=expert_parallel(
                 experts_for(device_of(mesh), train.dtype),

@@ -41,8 +41,10 @@ class TrainConfig:
     """Data type of activations and of weights frozen below adapters. Master weights are
     float32.
     """
-    remat: Literal["full", "projections", "offload", "offload_inputs", "none"] = "none"
-    """Activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`."""
+    remat: Literal["auto", "full", "projections", "offload", "offload_inputs", "none"] = "auto"
+    """Activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`;
+    "auto" keeps as many as fit into memory (docs/learning.md).
+    """
     pipeline_microbatches: Annotated[int, coefficient()] = 0
     """Number of parts of the rows that pass through the pipeline stages one after another, for
     layouts with p > 1; a multiple of p, and 0 for p. With more parts the stages idle less, and
@@ -78,6 +80,12 @@ class TrainConfig:
         nbytes = _LOGITS_BYTES.get(platform or "", 2**28)
         positions = max(1, nbytes // (4 * vocab_size))
         return of_device if positions < of_device <= 2 * positions else positions
+
+    def remat_on(self, platform: str | None) -> str:
+        """The value of `remat`; "auto" where nobody counted what fits: on CPU everything does."""
+        if self.remat != "auto":
+            return self.remat
+        return "none" if platform in (None, "cpu") else "full"
 
     @property
     def shares_prompts(self) -> bool:

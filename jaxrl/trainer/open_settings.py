@@ -3,6 +3,7 @@
     mesh.simulated_devices = "auto"   two simulated devices on a CPU, or one: decided here
     mesh.layout = "auto"              the fastest mapping to these devices: by the planner
     rollout.slots = "auto"            as many slots as these devices hold: by the planner
+    train.remat = "auto"              the least recomputation that fits these devices: by the planner
 
 One simulated device stays if the batch is odd, the user set a layout, or there is an accelerator.
 """
@@ -85,7 +86,9 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
       UserError: the planner is not installed, or as its `resolved`.
     """
     name = 'mesh.layout="auto" or rollout.slots="auto"'
-    # Pages of agents are a choice that a run can do without.
-    if is_settled(config) and not (chooses_slots(config) and extensions.is_installed(name)):
+    on_cpu = devices[0].platform == "cpu"
+    tunes = chooses_slots(config) or (config.train.remat == "auto" and kind.rewards and not on_cpu)
+    # A run can do without the pages of agents, and recomputes everything if nobody counts what fits.
+    if is_settled(config) and not (tunes and extensions.is_installed(name)):
         return config
     return extensions.lookup(name)(config, devices, kind=kind)
