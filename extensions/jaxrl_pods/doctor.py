@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import pathlib
 import platform
@@ -40,11 +42,14 @@ from jaxrl.flags import command_parser
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.handover import move_arrays
-from jaxrl.mesh.pools import take_devices
+from jaxrl.mesh.pools import Placement, take_devices
+from jaxrl.models.kernels import proof
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.trainer import program
+from jaxrl.trainer.context import meshes_of
 from jaxrl.trainer.open_settings import with_cpu_devices
 from jaxrl.trainer.resolved import resolve
+from jaxrl.trainer.roles import build_roles, role_models
 
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "orbax-checkpoint")
 # Exchanges between busy hosts take tenths of a second.
@@ -81,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
         hosts.gather(lambda: None)
         with _ends("facts", _FILES, patience_s):
             facts = hosts.gather(lambda: _facts(config, patience_s))
-        apart_s = check_facts(facts, args.hosts)
+        apart_s, placement = check_facts(facts, args.hosts), None
         if not config.mesh.searched:
-            take_devices(resolve(config).pools, jax.devices())
+            placement = take_devices(resolve(config).pools, jax.devices())
         _say("devices", f"{len(facts)} hosts, each with {facts[0]['devices']}")
         _say("clocks", f"within {apart_s:.2f} s of their median")
         for fact, value in facts[0]["same"].items():
@@ -100,7 +105,42 @@ def main(argv: Sequence[str]) -> int:
             _say("all-reduce", f"{wanted:.0f} on all {mesh.size} devices, {rate}")
         with _ends("hand-over", _NETWORK, patience_s):
             _handover()
+        if placement is not None:
+            with _ends("kernels", "a kernel stops its device; choose xla for it", patience_s):
+                try_kernels(config, placement)
     return 0
+
+
+def try_kernels(config: Config, placement: Placement) -> None:
+    """Builds the roles of a run without weights, which tries their kernels, and prints a line for each."""
+    lines = _Lines(logging.INFO)
+    logger = logging.getLogger(proof.__name__)
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    if config.rollout.slots == "auto":
+        config = dataclasses.replace(
+            config, rollout=dataclasses.replace(config.rollout, slots=placement.num_devices)
+        )
+    try:
+        found = resolve(config)
+        build_roles(found, meshes_of(placement), role_models(config, found.roles))
+    except UserError as error:
+        _say("kernels", f"not tried, since the run cannot begin: {error}")
+    else:
+        if not lines.number:
+            _say("kernels", "none to try")
+    finally:
+        logger.removeHandler(lines)
+
+
+class _Lines(logging.Handler):
+    """Prints what trials of kernels say."""
+
+    number = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.number += 1
+        _say("kernels", record.getMessage())
 
 
 @contextlib.contextmanager

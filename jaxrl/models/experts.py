@@ -53,17 +53,20 @@ _SORTED_ROWS = 131_072
 EXPERT_ROWS = "rows_of_experts"
 
 
-def experts_for(device: Any, dtype: Any, *, equal_tiles: bool = False) -> Callable[..., jax.Array]:
+def experts_for(
+    device: Any, dtype: Any, *, equal_tiles: bool = False, by_kernel: bool = True
+) -> Callable[..., jax.Array]:
     """The fastest implementation for a kind of device, or for None, and a type of activations.
 
-    With `equal_tiles` tiles have as many rows on every mesh, so that matmuls round alike.
+    With `equal_tiles` tiles have as many rows on every mesh, so that matmuls round alike. `by_kernel` allows
+    a kernel (`kernels.proof`).
     """
     dtype = jnp.dtype(dtype)
     if device is not None and device.platform == "tpu":
         return apply_experts
     # Not `ragged_dot`: on CPU and CUDA, XLA computes every expert on every row, which is 32 times the
     # operations and memory with 32 experts (jaxlib 0.10.2 to 0.12.0).
-    if runs_on(device) and dtype == jnp.bfloat16:
+    if by_kernel and runs_on(device) and dtype == jnp.bfloat16:
         return functools.partial(_apply_experts_by_kernel, device=device)
     if equal_tiles:
         return functools.partial(apply_experts_in_tiles, most_rows=_FEWEST_ROWS)

@@ -20,6 +20,7 @@ from jaxrl.algos.kl import over_vocabulary
 from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
 from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.offload import check_host_memory, offload
 from jaxrl.mesh.parallel_layers import (
@@ -39,6 +40,7 @@ from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, evened, weight_types
 from jaxrl.models.delta_net import delta_of_rows
 from jaxrl.models.experts import experts_for
+from jaxrl.models.kernels.proof import proven_attention, proven_experts
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.packing import PackedShape
@@ -134,7 +136,13 @@ class PackedModel:
             remat=train.remat_on(platform_of(mesh)),
             constrain=constraint(mesh, TRAIN_RULES),
             experts=expert_parallel(
-                experts_for(device_of(mesh), train.dtype),
+                experts_for(
+                    device_of(mesh),
+                    train.dtype,
+                    by_kernel=proven_experts(
+                        model, device_of(mesh), dtype=train.dtype, gather=hosts.gather
+                    ),
+                ),
                 mesh,
                 TRAIN_RULES,
                 # XLA on CPU has no ragged exchange.
@@ -172,6 +180,14 @@ class PackedModel:
             head_dim=self.model.largest_head,
             tree=tree,
             tokens=tokens,
+        )
+        implementation = proven_attention(
+            implementation,
+            self.model,
+            device_of(self.mesh),
+            parts=shards_of("heads", TRAIN_RULES, self.mesh),
+            dtype=self.train.dtype,
+            gather=hosts.gather,
         )
         block_tokens = pick_block_tokens(platform, tree=tree)
         # What one device has of the heads is what a context axis can exchange.

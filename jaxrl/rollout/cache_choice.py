@@ -13,16 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.devices import platform_of
+from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.rules import GENERATE_RULES, Rules, axes_of, partition_spec, per_device, shards_of
 from jaxrl.models.cache.cache_kind import Cache, CacheKind, PastAttention
 from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.kv_cache import CacheShape, KVCache, PagedSlots, cache_axes
 from jaxrl.models.cache.paged_cache import Gather, PagedCache, gathered_pages
 from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
+from jaxrl.models.kernels.proof import decoding_trial, stands
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine_sizes import PageSizes
 
@@ -79,6 +82,14 @@ def choose_cache(
         decode_attention,
         plain=model.has_plain_attention,
     )
+    if implementation != "xla":
+        parts = shards_of("heads", GENERATE_RULES, mesh)
+        heads = [max(1, number // parts) for number in (model.num_heads, model.cached_heads)]
+        types = jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name
+        page = pages.page_tokens if pages is not None and one_stage else 0
+        trial = decoding_trial(implementation, (heads[0], heads[1], model.cached_dim, *types), page)
+        if not stands(trial, device_of(mesh), hosts.gather):
+            implementation = "xla"
     # Inside a pipeline stage there are only some slots of some layers, but all pages.
     by_table = pages is not None and one_stage
     if implementation != "xla" and (by_table or pages is None):

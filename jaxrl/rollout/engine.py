@@ -49,7 +49,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.handover import put
 from jaxrl.mesh.hardware import chip_of
-from jaxrl.mesh.hosts import fetch
+from jaxrl.mesh.hosts import fetch, gather
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
@@ -58,6 +58,7 @@ from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.compute import Compute, are_listed, scan_layers, scan_layers_as_bits
 from jaxrl.models.decoder import Params, split_layers, weight_types
 from jaxrl.models.experts import experts_for
+from jaxrl.models.kernels.proof import proven_attention, proven_experts
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
@@ -184,7 +185,14 @@ class Engine:
             dtype=jnp.dtype(config.dtype),
             constrain=layout.constrain,
             experts=expert_parallel(
-                experts_for(device_of(mesh), config.dtype, equal_tiles=config.deterministic),
+                experts_for(
+                    device_of(mesh),
+                    config.dtype,
+                    equal_tiles=config.deterministic,
+                    by_kernel=proven_experts(
+                        model, device_of(mesh), dtype=config.dtype, gather=gather
+                    ),
+                ),
                 mesh,
                 GENERATE_RULES,
                 in_order=config.deterministic,
@@ -204,6 +212,14 @@ class Engine:
             softcap=model.attention_softcap,
             sinks=model.attention_sinks,
             head_dim=model.largest_head,
+        )
+        kernel = proven_attention(
+            kernel,
+            model,
+            device_of(mesh),
+            parts=shards_of("heads", GENERATE_RULES, mesh),
+            dtype=config.dtype,
+            gather=gather,
         )
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel, device=device_of(mesh)),

@@ -6,15 +6,23 @@ import pathlib
 import re
 import resource
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 from processes import free_port, started
 
+from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import fingerprint
+from jaxrl.mesh import hosts
+from jaxrl.mesh.pools import take_devices
+from jaxrl.models.kernels import proof
+from jaxrl.trainer.resolved import resolve
 from jaxrl_pods import doctor
-from jaxrl_pods.doctor import check_facts, in_time
+from jaxrl_pods.doctor import check_facts, in_time, try_kernels
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -99,6 +107,25 @@ def test_a_file_system_that_does_not_answer_is_named(tmp_path):
     assert in_time(60.0, "", lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         in_time(60.0, "", lambda: 1 // 0)
+
+
+def test_a_line_for_each_kernel(tmp_path, monkeypatch, capsys):
+    changes = {"weights": "", "rollout.slots": "auto", "run.output": str(tmp_path)}
+    config = load_config(Config, f"{ROOT}/configs/grpo_tiny.py", changes)
+    placement = take_devices(resolve(config).pools, jax.devices()[:1])
+    try_kernels(config, placement)
+    assert capsys.readouterr().out == "kernels     none to try\n"
+    short = dataclasses.replace(config.rollout, cache="paged", cache_tokens=16)
+    try_kernels(dataclasses.replace(config, rollout=short), placement)
+    told = "kernels     not tried, since the run cannot begin: "
+    assert capsys.readouterr().out.startswith(told)
+    # As the roles of a run on another device do it.
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(proof.jax, "devices", lambda: [gpu])
+    trial = proof.Trial("doubling", lambda x: 2 * x, lambda x: x + x, lambda: (jnp.ones(2),))
+    monkeypatch.setattr(doctor, "build_roles", lambda *_: proof.stands(trial, gpu, hosts.gather))
+    try_kernels(config, placement)
+    assert capsys.readouterr().out.startswith("kernels     doubling agrees with XLA, ")
 
 
 def doctors(
