@@ -16,6 +16,7 @@ from jax.extend import core as jax_core
 
 from jaxrl.config.schema import Config
 from jaxrl.config.shapes import step_shape
+from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes, platform_of
 from jaxrl.mesh.pools import Pool
@@ -62,7 +63,11 @@ def with_chosen_remat(resolved: Resolved, devices: Sequence[Any]) -> Config:
         return resolved.config
     # Each process sees only the memory of its own devices; all must choose the same.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
-    config = with_remat(resolved, meshes_on(resolved.pools, devices), memory).config
+    try:
+        config = with_remat(resolved, meshes_on(resolved.pools, devices), memory).config
+    except UserError:
+        # A run of supervised learning alone need not be able to sample. It recomputes everything.
+        return resolved.config
     if hosts.is_first():
         print(f"train.remat: {chosen_remat(config, memory)}")
     return config

@@ -44,4 +44,4 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
         # What is missing is reported before minutes of compiling.
         find_everything(found, kind, devices)
         config = with_chosen_slots(found, devices)
-        return with_chosen_remat(resolve(config), devices) if kind.rewards else config
+        return with_chosen_remat(resolve(config), devices) if not kind.pairs else config

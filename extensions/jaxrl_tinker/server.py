@@ -181,7 +181,7 @@ def devices_of(config: TinkerConfig) -> Devices:
     # Raises now, and not at the first request, if a length does not divide.
     parts_of(("rows", "length"), (shape.rows, shape.tokens), TRAIN_RULES, mesh)
     dtype: Any = config.dtype
-    train = TrainConfig(rows=shape.rows, share_prompts=False, dtype=dtype)
+    train = TrainConfig(rows=shape.rows, share_prompts=False, dtype=dtype, remat="none")
     # Adapters are small, and their base is laid out as for generation: one copy serves both.
     rules = ZERO["FSDP"] if config.full else StateRules(*[GENERATE_RULES] * 3)
     actor = AccumulatingActor(found.model, mesh, train=train, seed=0, state_rules=rules)

@@ -86,8 +86,8 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
       UserError: the planner is not installed, or as its `resolved`.
     """
     name = 'mesh.layout="auto" or rollout.slots="auto"'
-    on_cpu = devices[0].platform == "cpu"
-    tunes = chooses_slots(config) or (config.train.remat == "auto" and kind.rewards and not on_cpu)
+    counts = devices[0].platform != "cpu" and not kind.pairs
+    tunes = chooses_slots(config) or (counts and config.train.remat == "auto")
     # A run can do without the pages of agents, and recomputes everything if nobody counts what fits.
     if is_settled(config) and not (tunes and extensions.is_installed(name)):
         return config

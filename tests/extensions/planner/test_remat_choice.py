@@ -11,7 +11,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.trainer import open_settings
-from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT
+from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, fine_tuning
 from jaxrl.trainer.resolved import resolve
 from jaxrl_planner.hardware.cluster import read_topology
 from jaxrl_planner.make_plan import trace_plan
@@ -84,7 +84,13 @@ def test_a_run_on_accelerators_chooses_and_one_on_cpu_keeps_everything(tmp_path,
         config, train=dataclasses.replace(config.train, remat="none")
     )
     assert "train.remat: none, the least" in capsys.readouterr().out
-    # Its update is another than the one that is traced.
+    # The frozen model that it compares with is not counted.
     assert open_settings.resolved(config, devices, kind=PREFERENCES) is config
     assert [config.train.remat_on(on) for on in ("tpu", "cpu", None)] == ["full", "none", "none"]
     assert open_settings.resolved(config, jax.devices(), kind=REINFORCEMENT) is config
+    # Supervised learning alone: with what it would sample with, and where six slots go with no mesh of four.
+    for slots, chosen in (("8", "none"), ("6", "auto")):
+        changes["rollout.slots"] = slots
+        config = load_config(Config, "configs/sft_tiny.py", {"mesh.train": "1-1-4"} | changes)
+        found = open_settings.resolved(config, devices, kind=fine_tuning(config))
+        assert found.train.remat == chosen
