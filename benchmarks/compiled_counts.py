@@ -3,11 +3,13 @@
     python benchmarks/compiled_counts.py --model qwen2.5-1.5b --topology h200:1x1 [--rows 16 256] [--json]
     python benchmarks/compiled_counts.py --model qwen2.5-1.5b --topology h200:1x1 --update --remat full
     python benchmarks/compiled_counts.py --model qwen2.5-32b --topology h100:1x8 --tensor 8 --rows 243
+    python benchmarks/compiled_counts.py --recipe configs/dapo_qwen7b.py --topology h100:1x8 --layers 4
 
 Of `generate` the figures are of one token of the decode loop, plainly sampled; of `update` of one microbatch
-with a row of --tokens tokens, and its optimiser step. --layers cuts the depth. `--json` prints one object a
-program. GPUs need the extra `aot-gpu`, TPUs `aot`; nothing runs, and nothing is autotuned. What each figure
-counts: `jaxrl_planner/compiled/counts.py`.
+with a row of --tokens tokens, and its optimiser step. With --recipe they are of `generate`, with the model,
+layout, cache and slots of the recipe (--rows a device where it leaves slots open). --layers cuts the depth.
+`--json` prints one object a program. GPUs need the extra `aot-gpu`, TPUs `aot`; nothing runs, and nothing is
+autotuned. What each figure counts: `jaxrl_planner/compiled/counts.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any
 
 import jax
 
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -39,10 +43,17 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl_planner.compiled.ahead import compile_piece
 from jaxrl_planner.compiled.counts import CompiledText
-from jaxrl_planner.compiled.programs import Piece, engine_programs, learner_programs
+from jaxrl_planner.compiled.programs import (
+    Piece,
+    engine_programs,
+    learner_programs,
+    sampling_programs,
+)
 from jaxrl_planner.hardware.cluster import Topology, read_topology
+from jaxrl_planner.make_plan import roles_on
 from jaxrl_planner.simulation.workload import LengthDistribution, Workload
 from jaxrl_planner.step_load import StepLoad
+from jaxrl_planner.step_load import load_of as recipe_load
 
 COLUMNS = (
     *("kernels", "kernels_a_layer", "weight_bytes_copied", "other_bytes", "product_bytes"),
@@ -56,6 +67,9 @@ LOSS = policy(
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-1.5b", help="name of a published shape")
+    parser.add_argument(
+        "--recipe", default="", help="a recipe, whose actor samples; not with --model"
+    )
     parser.add_argument("--topology", default="h200:1x1")
     parser.add_argument("--layers", type=int, default=0, help="0: all")
     parser.add_argument("--tensor", type=int, default=1, help="devices that share the heads")
@@ -80,6 +94,9 @@ def main(argv: list[str]) -> None:
 
 def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One a program."""
+    if args.recipe:
+        yield of_recipe(args, read_topology(args.topology))
+        return
     model = model_shapes(args.model)
     if args.layers:
         model = dataclasses.replace(model, num_layers=args.layers)
@@ -97,6 +114,30 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for rows in args.rows:
         found = counted_decoding(args, model, mesh, topology, rows)
         yield head | {"program": "generate", "rows": rows} | found
+
+
+def of_recipe(args: argparse.Namespace, topology: Topology) -> dict[str, Any]:
+    """A token of the decode loop of a recipe."""
+    config = load_config(Config, args.recipe, {})
+    model, rollout = config.model, config.rollout
+    if args.layers:
+        model = dataclasses.replace(model, num_layers=args.layers)
+    if rollout.slots == "auto":
+        slots = args.rows[0] * len(topology.devices)
+        rollout = dataclasses.replace(rollout, slots=slots)
+    # The hub is not asked.
+    config = dataclasses.replace(config, model=model, rollout=rollout, weights="")
+    roles = roles_on(config, topology)
+    engine, actor = roles.engine, roles.roles.actor
+    programs = sampling_programs(actor, engine, recipe_load(config))
+    (piece,) = next(program for program in programs if program.name == "generate").pieces
+    rows = engine.config.slots // engine.shards
+    logits = rows * model.vocab_size // shards_of("vocab", GENERATE_RULES, engine.mesh)
+    text, in_graphs = compiled(piece, topology)
+    read = CompiledText(text, topology.accelerator.platform, logits=logits)
+    counts = read.decoding(model.num_layers, in_graphs=in_graphs)
+    head = {"model": config.name, "layers": model.num_layers, "topology": args.topology}
+    return head | {"program": "generate", "rows": rows} | dataclasses.asdict(counts)
 
 
 def load_of(prompts: int, prompt: int, response: int) -> StepLoad:

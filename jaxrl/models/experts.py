@@ -40,6 +40,9 @@ GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 # Largest number of rows of a tile: enough for the matmul to outweigh reading the weights of its expert.
 _MOST_ROWS = 512
+# Most tokens that all experts are applied to. For so many the products take about three times as long as
+# reading the weights, which tiles read, write and read again.
+MOST_TOKENS_TO_ALL = 2048
 # Smallest number of rows of a tile.
 _FEWEST_ROWS = 8
 # Rows of a chunk of tiles. The weights of all its tiles are copied next to each other, so this bounds memory.
@@ -66,11 +69,87 @@ def experts_for(
         return apply_experts
     # Not `ragged_dot`: on CPU and CUDA, XLA computes every expert on every row, which is 32 times the
     # operations and memory with 32 experts (jaxlib 0.10.2 to 0.12.0).
+    way, most = apply_experts_in_tiles, MOST_TOKENS_TO_ALL
     if by_kernel and runs_on(device) and dtype == jnp.bfloat16:
-        return functools.partial(_apply_experts_by_kernel, device=device)
-    if equal_tiles:
-        return functools.partial(apply_experts_in_tiles, most_rows=_FEWEST_ROWS)
-    return apply_experts_in_tiles
+        way, most = (
+            functools.partial(_apply_experts_by_kernel, device=device),
+            MOST_TOKENS_TO_ALL // 4,
+        )
+    elif equal_tiles:
+        way = functools.partial(way, most_rows=_FEWEST_ROWS)
+    if equal_tiles or device is None or device.platform == "cpu":
+        return way
+    return functools.partial(_apply_while_decoding, most=most, otherwise=way)
+
+
+def _apply_while_decoding(
+    x_BTD: jax.Array,
+    expert_BTA: jax.Array,
+    share_BTA: jax.Array | None,
+    weights: ExpertWeights,
+    *rest: Any,
+    most: int,
+    otherwise: Callable[..., jax.Array],
+    expert_shards: int = 1,
+    **others: Any,
+) -> jax.Array:
+    """`apply_all_experts` to up to `most` new tokens that need a quarter of the experts; else `otherwise`."""
+    tokens, pairs = x_BTD.shape[0], expert_BTA.size // expert_shards
+    needed = 4 * pairs >= weights["gate"]["weight"].shape[0]
+    if x_BTD.shape[1] == 1 and tokens <= most and needed and share_BTA is not None:
+        return apply_all_experts(x_BTD, expert_BTA, share_BTA, weights, *rest, **others)
+    return otherwise(
+        *(x_BTD, expert_BTA, share_BTA, weights, *rest), expert_shards=expert_shards, **others
+    )
+
+
+def apply_all_experts(
+    x_BTD: jax.Array,
+    expert_BTA: jax.Array,
+    share_BTA: jax.Array,
+    weights: ExpertWeights,
+    axes: Any = None,
+    activation: str = "silu",
+    *,
+    first_expert: jax.Array | int = 0,
+    expert_shards: int = 1,
+) -> jax.Array:
+    """`apply_experts` with a product of every token and every held expert, most of them times 0.
+
+    A decoding GPU waits for the weights, and reads each once. In tiles it would copy those of each tile
+    first, and ask the host before each chunk: 13.5 GB and 274 times for a token of four layers of gpt-oss.
+    """
+    del axes, expert_shards
+    num_held = weights["gate"]["weight"].shape[0]
+    # Zeros for experts held elsewhere.
+    chosen_BTAG = jax.nn.one_hot(expert_BTA - first_expert, num_held, dtype=share_BTA.dtype)
+    share_NG = (chosen_BTAG * share_BTA[..., None]).sum(2).reshape(-1, num_held)
+    x_GND = x_BTD.reshape(1, -1, x_BTD.shape[-1])
+    if weights["gate"]["weight"].shape[2] % 128:
+        # Else XLA makes one product of all experts, and copies weights that its tiles do not fit first: two
+        # of three matrices of gpt-oss, but none of Qwen3-30B-A3B.
+        x_GND = jnp.broadcast_to(x_GND, (num_held, *x_GND.shape[1:]))
+        x_GND = jax.lax.optimization_barrier(x_GND)
+
+    def project(x: jax.Array, projection: dict[str, jax.Array]) -> jax.Array:
+        out_GNF = x @ projection["weight"]
+        if "bias" in projection:
+            out_GNF = out_GNF + projection["bias"][:, None]
+        if "lora_a" in projection:
+            out_GNF = out_GNF + (x @ projection["lora_a"]) @ projection["lora_b"]
+        return out_GNF
+
+    hidden_GNF = GATES[activation](project(x_GND, weights["gate"]), project(x_GND, weights["up"]))
+    hidden_GNF = jnp.where(share_NG.T[..., None] != 0, _weighted(hidden_GNF, share_NG.T), 0)
+    down, exact = weights["down"], {"preferred_element_type": _sum_type(x_BTD)}
+    # One product over all neurons of all experts.
+    out_ND = jnp.einsum("gnf,gfd->nd", hidden_GNF, down["weight"], **exact)
+    if "lora_a" in down:
+        low_GNr = hidden_GNF @ down["lora_a"]
+        out_ND = out_ND + jnp.einsum("gnr,grd->nd", low_GNr, down["lora_b"], **exact)
+    if "bias" in down:
+        out_ND = out_ND + share_NG.astype(out_ND.dtype) @ down["bias"].astype(out_ND.dtype)
+    return out_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
 
 def apply_experts(

@@ -16,7 +16,12 @@ from jaxrl.mesh.token_exchange import exchange_pays
 from jaxrl.models.attention import attention
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.delta_net import DeltaInputs, delta_of_rows
-from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
+from jaxrl.models.experts import (
+    apply_all_experts,
+    apply_experts,
+    apply_experts_in_tiles,
+    experts_for,
+)
 
 B, T, H, D, F, E, A = 8, 8, 4, 8, 8, 4, 2
 
@@ -180,7 +185,7 @@ def test_experts_on_a_mesh(rules, layout):
     weights, axes = expert_weights()
     expert = np.random.default_rng(6).integers(0, E + 1, (B, T, A)).astype(np.int32)
     run = runs_experts(expert, weights, axes)
-    for apply in (apply_experts, apply_experts_in_tiles):
+    for apply in (apply_experts, apply_experts_in_tiles, apply_all_experts):
         found = run(expert_parallel(apply, mesh_of(**layout), rules))
         assert_close(found, run(apply_experts), scale=1)
 

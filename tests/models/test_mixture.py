@@ -16,7 +16,12 @@ from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
+from jaxrl.models.experts import (
+    apply_all_experts,
+    apply_experts,
+    apply_experts_in_tiles,
+    experts_for,
+)
 from jaxrl.models.kernels.grouped_matmul import grouped_matmul
 from jaxrl.models.mixture import MixtureOfExperts, Routing, load_balancing_loss, routing_metrics
 from jaxrl.models.model_config import ModelConfig
@@ -75,8 +80,13 @@ in_chunks = functools.partial(apply_experts_in_tiles, multiply=careless)
 
 all_ways = pytest.mark.parametrize(
     "apply",
-    [jax.jit(apply_experts), jax.jit(apply_experts_in_tiles), jax.jit(in_chunks)],
-    ids=["grouped", "tiled", "kernel"],
+    [
+        jax.jit(apply_experts),
+        jax.jit(apply_experts_in_tiles),
+        jax.jit(in_chunks),
+        jax.jit(apply_all_experts),
+    ],
+    ids=["grouped", "tiled", "kernel", "all"],
 )
 
 
@@ -192,7 +202,13 @@ def out_and_gradients(apply, x, expert, share, weights, first, along):
     share_of_favourite=st.sampled_from([0.0, 0.5, 1.0]),
     held=st.sampled_from([(0, 8), (2, 4), (4, 4)]),
     adapted=st.booleans(),
-    way=st.sampled_from([apply_experts_in_tiles, functools.partial(in_chunks, expert_shards=3)]),
+    way=st.sampled_from(
+        [
+            apply_experts_in_tiles,
+            functools.partial(in_chunks, expert_shards=3),
+            apply_all_experts,
+        ]
+    ),
 )
 def test_chunks_are_the_grouped_products(tokens, favourite, share_of_favourite, held, adapted, way):
     """Outputs and gradients: uneven choices, empty experts, full and part tiles, pairs held elsewhere."""
@@ -221,10 +237,37 @@ def test_a_platform_gets_the_way_that_it_compiles_well():
     assert way("tpu") is apply_experts
     assert way("cpu") is experts_for(None, "float32") is apply_experts_in_tiles
     # Ampere has no backward kernel, and no GPU one for float32.
-    assert way("gpu", capability="8.0") is apply_experts_in_tiles
-    assert way("gpu", "float32", "9.0") is apply_experts_in_tiles
+    otherwise = lambda *of, **by: way(*of, **by).keywords["otherwise"]  # noqa: E731
+    assert otherwise("gpu", capability="8.0") is apply_experts_in_tiles
+    assert otherwise("gpu", "float32", "9.0") is apply_experts_in_tiles
     has_kernel = importlib.util.find_spec("tokamax") is not None
-    assert (way("gpu", capability="9.0") is apply_experts_in_tiles) == (not has_kernel)
+    assert (otherwise("gpu", capability="9.0") is apply_experts_in_tiles) == (not has_kernel)
+    # A deterministic engine has tiles of eight rows while it decodes, too.
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
+    assert experts_for(gpu, "float32", equal_tiles=True).keywords == {"most_rows": 8}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "shards", "applies_all"),
+    [
+        (2048, 1, 1, True),
+        (2049, 1, 1, False),
+        # A prompt, or an update.
+        (1, 2, 1, False),
+        # Of 4 experts that are held one pair needs a quarter.
+        (1, 1, 2, True),
+        (1, 1, 4, False),
+    ],
+)
+def test_a_decoding_gpu_applies_all_experts_if_a_quarter_is_needed(
+    tokens, length, shards, applies_all
+):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
+    expert, share = jnp.zeros((tokens, length, 2), jnp.int32), jnp.ones((tokens, length, 2))
+    given = (jnp.ones((tokens, length, D)), expert, share, named(*WEIGHTS))
+    apply = functools.partial(experts_for(gpu, "float32"), expert_shards=shards)
+    # Tiles are gathered from the weights.
+    assert ("gather" not in str(jax.make_jaxpr(apply)(*given))) == applies_all
 
 
 def test_tiles_need_no_memory_for_each_expert():

@@ -19,6 +19,7 @@ import numpy as np
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.mesh.sharding_strategies import state_rules
+from jaxrl.models.experts import MOST_TOKENS_TO_ALL
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine_sizes import prefill_sizes, round_up
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
@@ -303,7 +304,12 @@ class GenerationSimulator:
         slots, cached = trace.slots / p_g, trace.cached / p_g
         weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
         weights_s = weights / self._weights_rate
-        matmuls_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
+        flops = slots * numbers.token_flops
+        if model.num_experts and self._cluster.accelerator.platform == "gpu":
+            # All experts are applied to every token (`models.experts.apply_all_experts`).
+            others = 2 * numbers.experts * (1 - model.experts_per_token / model.num_experts)
+            flops += slots * others * (slots * groups.experts.members <= MOST_TOKENS_TO_ALL)
+        matmuls_s = flops / (p_g * t_g) / self._flops
         cache_s = cached * self._token_bytes(model, p_g, t_g) / self._cache_rate
         scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
         times = trace.steps * (2 * p_g - 1)

@@ -73,6 +73,20 @@ def test_few_tokens_leave_experts_unread(tokens):
     assert programs._unread_experts(engine, params, tokens) == pytest.approx(unread, rel=1e-9)
 
 
+@pytest.mark.parametrize(("slots", "experts"), [(128, 128), (1_024, 8)])
+def test_a_gpu_applies_all_experts_to_2_048_tokens(slots, experts):
+    """Four replicas of 128 slots share the experts; of 1,024 slots each token takes its 8 alone."""
+    strategy = split(1, 4, 8, 2, 4)
+    work = dataclasses.replace(WORK, prompts=8 * slots)
+    found = sampler(work).generation(MIXTURE, strategy, slots).seconds["matmuls beyond that"]
+    # Attention has 2,048 x 128 x (2 x 32 + 2 x 4) weights, the router 2,048 x 128, the head 2,048 x 151,936.
+    used = 48 * (2_048 * 128 * (2 * 32 + 2 * 4) + 2_048 * 128) + 2_048 * 151_936
+    flops = slots * 2 * (used + EXPERTS * experts / 128) / 4
+    read = (EXPERTS / 4 + REST) * 2 / 4
+    beyond = flops / 989e12 - read / (H100.accelerator.memory_gbs * 1e9)
+    assert found == pytest.approx(1_000 * beyond, rel=0.01)
+
+
 def test_tokens_go_to_their_experts_and_back():
     strategy = split(1, 4, 8, 2, 4)
     decoding = sampler().generation(MIXTURE, strategy, 8).seconds
