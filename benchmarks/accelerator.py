@@ -61,6 +61,7 @@ from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import cache_of
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
+from jaxrl.models.kernels import decode_attention as gpu
 from jaxrl.models.kernels import paged_attention as paged
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
@@ -259,11 +260,15 @@ def _decode_inputs(rows: int, capacity: int, kv_dtype: Any, scale: Scale, group:
 
 
 def _by_kernel(scale: Scale, new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
-    kernel = (
-        paged.paged_attention_tpu if jax.default_backend() == "tpu" else paged.paged_attention_gpu
-    )
-    past = kernel(new[0], cache, jnp.int32(1), length_B, interpret=scale.small)
-    return cached_attention(*new, [], past)
+    given, options = (new[0], cache, jnp.int32(1), length_B), {"interpret": scale.small}
+    if jax.default_backend() == "tpu":
+        return cached_attention(*new, [], paged.paged_attention_tpu(*given, **options))
+    # The first token of a dispatch, with an empty buffer.
+    k, v, rows = *new[1:], len(new[0])
+    none = jnp.zeros((rows, 16, *k.shape[1:]), k.dtype)
+    buffer = cache_of(none, none, cache.k.dtype, "head_dim")
+    used_B = jnp.zeros(rows, jnp.int32)
+    return gpu.decode_attention(*given, k, v, buffer, used_B, **options)[0]
 
 
 def _by_xla(new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
@@ -273,31 +278,37 @@ def _by_xla(new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
 @check("C")
 @check("A")
 def decode_blocks(scale: Scale):
-    """GB/s at which the decode kernel reads the cache, by its block and its splits, beside XLA."""
-    rows, capacity = (4, 128) if scale.small else (256, 4096)
+    """GB/s at which the decode kernel reads the cache, by its constants, beside XLA; of many calls."""
+    rows, capacity, calls = (4, 128, 2) if scale.small else (256, 4096, 32)
     kv_dtype = jnp.float32 if scale.small else jnp.bfloat16
     new, cache = _decode_inputs(rows, capacity, kv_dtype, scale)
     length_B = jnp.full(rows, capacity * 3 // 4, jnp.int32)
     read = (
         2 * rows * int(length_B[0]) * cache.v.shape[2] * cache.v.shape[-1] * cache.v.dtype.itemsize
     )
-    plain = jax.jit(_by_xla)
-    yield {"kernel": "xla", "gb_per_s": read / seconds(plain, new, cache, length_B) / 1e9}
-    for constants in _block_sizes(scale):
-        with mock.patch.multiple(paged, **constants):
-            kernel = jax.jit(functools.partial(_by_kernel, scale))
-            rate = read / seconds(kernel, new, cache, length_B) / 1e9
-        yield constants | {"gb_per_s": rate}
+
+    def rate(attend: Callable[..., jax.Array]) -> float:
+        # One program: a single call of .2 ms waits for the host about as long as it runs.
+        def run(new, *rest):
+            again = lambda _, q: attend((q, *new[1:]), *rest)  # noqa: E731
+            return jax.lax.fori_loop(0, calls, again, new[0])
+
+        return calls * read / seconds(jax.jit(run), new, cache, length_B) / 1e9
+
+    for constants in _constants(scale):
+        module = paged if jax.default_backend() == "tpu" else gpu
+        with mock.patch.multiple(module, **constants):
+            yield constants | {"gb_per_s": rate(functools.partial(_by_kernel, scale))}
+    yield {"kernel": "xla", "gb_per_s": rate(_by_xla)}
 
 
-def _block_sizes(scale: Scale) -> list[dict[str, int]]:
-    """Constants of the decode kernels to try."""
+def _constants(scale: Scale) -> list[dict[str, int]]:
+    """Constants of the decode kernels to try, those in use first."""
     if jax.default_backend() == "tpu":
-        return [{"_TPU_BLOCK": block} for block in (256, 512, 1024)]
-    tried = (
-        ((64, 16),) if scale.small else ((32, 16), (64, 4), (64, 8), (64, 16), (64, 32), (128, 8))
-    )
-    return [{"_GPU_BLOCK": block, "_GPU_SPLITS": splits} for block, splits in tried]
+        return [{"_BLOCK": block} for block in (512, 256, 1024)]
+    tried = [(64, 3, 528), (64, 2, 528), (64, 4, 528), (32, 4, 528), (64, 3, 1056), (64, 3, 2112)]
+    names = "_BLOCK", "_STAGES", "_PARTS"
+    return [dict(zip(names, values, strict=True)) for values in tried[: 1 if scale.small else 6]]
 
 
 @check("A")

@@ -172,6 +172,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         model.cached_dim,
         "auto",
         plain=model.has_plain_attention,
+        alike=model.has_one_cache and not model.kv_latent,
     )
     # Critics and other roles are simulated with the same types.
     return Assumptions.on(

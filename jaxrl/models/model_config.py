@@ -579,6 +579,11 @@ class ModelConfig:
         return not (any(self.sliding_layers) or self.attention_softcap or self.kv_latent)
 
     @property
+    def has_one_cache(self) -> bool:
+        """Whether all keys and values of the stack are one array, of which a layer has a number."""
+        return self.period == 1 or self.attention_layers == self.num_periods
+
+    @property
     def cached_heads(self) -> int:
         """The key-value heads of a cache; latents are one for all."""
         return 1 if self.kv_latent else self.num_kv_heads

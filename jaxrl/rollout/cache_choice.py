@@ -81,6 +81,7 @@ def choose_cache(
         model.cached_dim,
         decode_attention,
         plain=model.has_plain_attention,
+        alike=model.has_one_cache and not model.kv_latent,
     )
     if implementation != "xla":
         parts = shards_of("heads", GENERATE_RULES, mesh)
@@ -95,8 +96,9 @@ def choose_cache(
     if implementation != "xla" and (by_table or pages is None):
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
-        one_place = model.period == 1 or model.attention_layers == model.num_periods
-        contiguous = CacheKind(shape, kernel=kernel, by_number=one_stage and one_place)
+        by_number = one_stage and model.has_one_cache
+        writes = implementation == "paged_gpu"
+        contiguous = CacheKind(shape, kernel=kernel, by_number=by_number, writes=writes)
     else:
         unrolled = unroll >= model.num_layers and one_stage
         # Plain XLA cannot follow a page table; the pages are gathered below.
@@ -121,9 +123,7 @@ def warn_of_pages_on_cpu(cache: str, mesh: Mesh, agent: object = None) -> None:
         )
 
 
-def past_attention(
-    kernel: Callable[..., PartialAttention], mesh: Mesh, rules: Rules
-) -> PastAttention:
+def past_attention(kernel: Callable[..., Any], mesh: Mesh, rules: Rules) -> PastAttention:
     """Runs `kernel` on every device for its own slots and heads; XLA cannot partition a kernel by itself.
 
     Args:
@@ -135,11 +135,11 @@ def past_attention(
         return kernel
     head_axes = axes_of("heads", rules, dict(mesh.shape))
 
-    def on_mesh(q_BQH, cache, layer, length_B):
+    def on_mesh(q_BQH, cache, layer, length_B, *new):
         # Of the whole arrays: inside `shard` a device may hold more kv heads than its queries need.
         group = q_BQH.shape[1] // _num_kv_heads(cache)
 
-        def shard(q_BQH, cache, layer, length_B):
+        def shard(q_BQH, cache, *rest):
             num_queries, num_held = q_BQH.shape[1], _num_kv_heads(cache)
             num_used = max(1, num_queries // group)
             first = 0
@@ -147,21 +147,23 @@ def past_attention(
                 # With fewer kv heads than tensor shards, kv heads are replicated. The first kv head of a
                 # device is a multiple of the number that it holds.
                 first = jax.lax.axis_index(head_axes) * num_queries // group % num_held
-            return kernel(q_BQH, cache, layer, length_B, first_head=first, num_heads=num_used)
+            return kernel(q_BQH, cache, *rest, first_head=first, num_heads=num_used)
 
-        of_queries, of_cache, of_length = _specs(
-            (q_BQH, cache, length_B),
-            (("batch", "heads", "head_dim"), _axes(cache), ("batch",)),
-            mesh,
-            rules,
-        )
+        arguments = q_BQH, cache, length_B, *new
+        axes: Any = ("batch", "heads", "head_dim"), _axes(cache), ("batch",)
+        if new:
+            of_new = ("batch", "kv_heads", "head_dim")
+            of_kind = jax.tree.map(lambda x: ("heads",) if x.ndim else (), new[-1])
+            axes = *axes, of_new, of_new, cache_axes(new[2]), ("batch",), of_kind
+        of_queries, of_cache, of_length, *of_rest = _specs(arguments, axes, mesh, rules)
         of_heads: Any = P(*of_queries[:2])
+        merged = PartialAttention(of_heads, of_heads, mixed=of_queries)
         return per_device(
             shard,
             mesh,
-            in_specs=(of_queries, of_cache, P(), of_length),
-            out_specs=PartialAttention(of_heads, of_heads, mixed=of_queries),
-        )(q_BQH, cache, layer, length_B)
+            in_specs=(of_queries, of_cache, P(), of_length, *of_rest),
+            out_specs=(of_queries, of_rest[2]) if new else merged,
+        )(q_BQH, cache, layer, length_B, *new)
 
     return on_mesh
 

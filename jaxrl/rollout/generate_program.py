@@ -52,6 +52,7 @@ class DecodeProgress(NamedTuple):
       i: int32 scalar, number of tokens decoded so far in every slot that is still active.
       recent: keys and values of these tokens but the newest, in a buffer of the `CacheKind`.
       newest: keys and values of the newest of these tokens; the next iteration writes them to the buffer.
+        None if they are in it, as with `CacheKind.lists_buffers`.
       token, active, decoded: as in `DecodeState`.
       top: the most probable tokens; None if they are not asked for.
     """
@@ -278,6 +279,8 @@ class ModelPrograms:
         recent, newest = (
             jax.tree.map(self.slots.layout.constrain, b, cache.axes(b)) for b in buffers
         )
+        if cache.lists_buffers:
+            recent, newest = cache.apart(recent), None
         progress = DecodeProgress(
             jnp.int32(0),
             recent,
@@ -300,7 +303,11 @@ class ModelPrograms:
         # This dispatch ran the newest token of the last one first, and did not run its own newest token.
         fed_nW = jnp.concatenate([start.token[:, None], decoded.token[:, :-1]], axis=1)
         # The loop has left the newest of them outside the buffer.
-        recent = self.slots.cache.put(progress.recent, progress.newest, progress.i - 1)
+        cache, recent = self.slots.cache, progress.recent
+        if progress.newest is None:
+            recent = cache.stacked(recent)
+        else:
+            recent = cache.put(recent, progress.newest, progress.i - 1)
         context = self.slots.append(start, recent, fed_nW, state.active)
         return state.replace(
             context=dataclasses.replace(
@@ -323,7 +330,9 @@ class ModelPrograms:
         i, active, decoded = progress.i, progress.active, progress.decoded
         # Keys and values of all tokens so far. Before the first, index 0 is overwritten later. Written before
         # the buffer is read: XLA on CPU copies a buffer that is written after it was read.
-        recent = self.slots.cache.put(progress.recent, progress.newest, i - 1)
+        cache, recent = self.slots.cache, progress.recent
+        if progress.newest is not None:
+            recent = cache.put(recent, progress.newest, i - 1)
         hidden_n1D, new = past(recent, i, active).run(
             model,
             progress.token[:, None],
@@ -331,6 +340,8 @@ class ModelPrograms:
             active[:, None],
             self._compute_of(adapter_n),
         )
+        if progress.newest is None:
+            recent, new = cache.put(recent, new, i), None
         # Without adapters, which the head does not have.
         logits_nV = model.logits(hidden_n1D[:, 0], compute=self.compute)
 

@@ -22,7 +22,8 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_gpu
+from jaxrl.models.kernels.decode_attention import decode_attention
+from jaxrl.models.kernels.paged_attention import KERNELS
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape, RowLimits, plan_packing
@@ -302,7 +303,7 @@ def attend_by_kernel(monkeypatch, see) -> None:
 
     def kernel(q_BQH, cache, *rest, **options):
         see(cache)
-        return paged_attention_gpu(q_BQH, cache, *rest, interpret=True, **options)
+        return decode_attention(q_BQH, cache, *rest, interpret=True, **options)
 
     monkeypatch.setitem(KERNELS, "paged_gpu", kernel)
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "gpu")
@@ -393,6 +394,60 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
         np.testing.assert_allclose(whole[-R:], logprob, atol=1e-5)
 
 
+# What a cache may hold beside keys and values of equal layers.
+BY_KERNEL = {
+    "windows and caps": (WINDOWED, {}),
+    "sinks": (
+        dataclasses.replace(
+            MODEL, attention_sinks=True, sliding_window=4, layer_pattern=("sliding", "full")
+        ),
+        {"cache": "paged"},
+    ),
+    "delta layers": (
+        dataclasses.replace(
+            MODEL,
+            num_layers=4,
+            layer_pattern=("delta", "full"),
+            delta_key_heads=2,
+            delta_value_heads=4,
+            delta_key_dim=5,
+            delta_value_dim=6,
+        ),
+        {"cache": "paged"},
+    ),
+    "first dense layers, routes": (
+        dataclasses.replace(
+            MODEL,
+            num_layers=3,
+            num_experts=4,
+            experts_per_token=2,
+            first_dense_layers=1,
+            dense_d_ff=8,
+        ),
+        {"cache": "paged", "keeps_routes": True},
+    ),
+    "int8": (MODEL, {"cache": "paged", "kv_dtype": "int8"}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(BY_KERNEL, fast=("sinks",), long=BY_KERNEL))
+def test_other_attention_by_a_kernel(case, monkeypatch):
+    """With lists of layers, as on GPUs: the kernel writes their buffers, and states are lists, too."""
+    model, changes = dataclasses.replace(case[0], head_dim=16), case[1]
+    config = dataclasses.replace(
+        BASE, attention="xla", decode_attention="xla", stop_ids=(), **changes
+    )
+    options = {"num_samples": 1, "truncation": truncation_of(top_p=0.9)}
+    by_xla = sample(actor_of(config=config, model=model), **options)
+    calls = []
+    attend_by_kernel(monkeypatch, calls.append)
+    monkeypatch.setattr(rules, "lists_layers", lambda mesh: True)
+    config = dataclasses.replace(config, decode_attention="auto", unroll=1)
+    actor = actor_of(config=config, model=model)
+    assert_same(sample(actor, **options), by_xla)
+    assert calls and actor.backend.engine.cache.lists_buffers
+
+
 @pytest.mark.long
 def test_devices_that_share_a_vocabulary_gather_no_logits():
     """1,152 tokens are 9 times 128 and do not split over 8 devices in pieces of 128."""
@@ -426,9 +481,14 @@ def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
     assert choose(model).capacity_multiple == 1
     assert choose(dataclasses.replace(MODEL, head_dim=128)).capacity_multiple > 1
     with pytest.raises(
-        UserError, match=r"'paged_tpu' on tpu .* with sliding windows.*use auto or xla"
+        UserError, match=r"'paged_tpu' on tpu .* full attention without caps only; use auto or xla"
     ):
         choose(model, decode_attention="paged_tpu")
+    # That of GPUs has windows, but not layers of several sizes.
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "gpu")
+    assert choose(model).lists_buffers
+    several = dataclasses.replace(model, attention_softcap=0.0, full_head_dim=32, full_kv_heads=1)
+    assert not choose(several).writes
 
 
 @pytest.mark.parametrize(

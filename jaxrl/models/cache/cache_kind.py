@@ -13,7 +13,8 @@ each slot as long as the longest possible sequence; in `paged_cache.py` slots ar
 [L, B, ..]        one array for all layers: for scans over layers, stages of a pipeline, and kernels that
                   index layers by number
 L times [B, ..]   an array for each layer, and a Python loop over layers: for shallow models on CPU, where
-                  a scan copies the slice of the cache, and of the weights, for every layer
+                  a scan copies the slice of the cache, and of the weights, for every layer; and for buffers
+                  that a kernel writes
 
 With periods of several layers each of these is a list of the places in one, and "layers" are periods. A place
 has keys and values, of its own head size, or a `DeltaState`. A `DeltaState` has no length: cache and buffer
@@ -37,7 +38,6 @@ import jax.numpy as jnp
 
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.cache.cached_attention import (
-    PartialAttention,
     cached_attention,
     extending_attention,
 )
@@ -68,10 +68,9 @@ Attention: TypeAlias = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array, AttentionKind], jax.Array
 ]
 
-# (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
-PastAttention: TypeAlias = Callable[
-    [jax.Array, KVCache | PagedSlots, jax.Array, jax.Array], PartialAttention
-]
+# (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache, a
+# `PartialAttention`. One that `writes` has the further arguments and the results of `decode_attention`.
+PastAttention: TypeAlias = Callable[..., Any]
 
 # Kernels read a cache page by page, so the longest capacity must consist of whole pages.
 _PAGE = 128
@@ -141,6 +140,7 @@ class CacheKind:
       shape: sizes and types of the caches.
       unrolled: whether each layer has arrays of its own.
       kernel: attention to the past in decoding; None for XLA, as for unrolled layers.
+      writes: whether the kernel attends to the buffer and the new token, too, and adds it to the buffer.
       by_number: pass the whole stack and the number of the layer to the kernel, which copies nothing. False,
         as in a pipeline, passes the slice of the layer.
     """
@@ -149,6 +149,15 @@ class CacheKind:
     unrolled: bool = False
     kernel: PastAttention | None = None
     by_number: bool = True
+    writes: bool = False
+
+    @property
+    def lists_buffers(self) -> bool:
+        """Whether the buffer of a dispatch is a list of layers, and a pass returns it with its token.
+
+        Out of a stack XLA would copy each layer for the kernel, and back.
+        """
+        return self.writes and self.by_number
 
     @property
     def capacity_multiple(self) -> int:
@@ -194,6 +203,23 @@ class CacheKind:
             is_leaf=is_part,
         )
 
+    def apart(self, cache: Cache) -> Cache:
+        """The cache with a list of layers in place of their stack."""
+        return self._changed(
+            cache, lambda stack: [entry(stack, i) for i in range(self.shape.num_layers)]
+        )
+
+    def stacked(self, cache: Cache) -> Cache:
+        """The inverse of `apart`."""
+        return self._changed(
+            cache, lambda layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        )
+
+    def _changed(self, cache: Cache, change: Callable[[Cache], Cache]) -> Cache:
+        keys = without_routes(cache)
+        new = [keys[0], change(keys[1])] if self.shape.first_layers else change(keys)
+        return new if keys is cache else [new, cache[1]]
+
     def axes(self, cache: Cache) -> Cache:
         """The logical axes of every leaf of a cache or buffer; "batch" counts slots."""
         return jax.tree.map(cache_axes, cache, is_leaf=is_part)
@@ -210,15 +236,7 @@ class CacheKind:
         def recur(inputs: DeltaInputs, *_) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, self.shape.no_past((len(inputs.live),)))
 
-        def apart(stacked: Cache) -> Cache:
-            layers = range(self.shape.num_layers)
-            return [entry(stacked, i) for i in layers]
-
-        def kept(new: Cache) -> Cache:
-            if not self.unrolled:
-                return new
-            return [new[0], apart(new[1])] if self.shape.first_layers else apart(new)
-
+        kept = self.apart if self.unrolled else lambda new: new
         return self._pass(attend, None, segment_ids_BT, kept, recur=recur)
 
     def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
@@ -231,7 +249,7 @@ class CacheKind:
         def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, state)
 
-        layers, keys = self._layers(model), without_routes(cache)
+        layers, keys = self._layers(model, self.unrolled), without_routes(cache)
         return self._pass(attend, keys, length_B, layers=layers, recur=recur, absorbs=True)
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
@@ -240,13 +258,21 @@ class CacheKind:
         Call this outside of the loop over tokens, and its result inside. The loop does not write the cache.
         """
         cache = without_routes(cache)
-        layers, kernel, past = self._layers(model), self.kernel, cache
+        apart, kernel, past = self.unrolled or self.lists_buffers, self.kernel, cache
+        layers = self._layers(model, apart)
         if kernel is not None and self.by_number:
-            numbers_L = jnp.arange(self.shape.num_layers)
-            past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
-            if self.shape.periodic is not None:
-                # One place of a period has attention, so that a number tells which layer it is.
-                past, cache = [past] * self.shape.periodic.period, self._of_kernel(cache)
+            count, period = (
+                self.shape.num_layers,
+                self.shape.periodic and self.shape.periodic.period,
+            )
+            # One place of a period has attention, so that a number tells which layer it is.
+            places = lambda number: [number] * period if period else number  # noqa: E731
+            if self.lists_buffers:
+                past = [places(jnp.full_like(length_B, i)) for i in range(count)]
+            else:
+                past = places(jnp.broadcast_to(jnp.arange(count)[:, None], (count, len(length_B))))
+            if period:
+                cache = self._of_kernel(cache)
             elif self.shape.first_layers:
                 first, cache = self._first_and_stack(cache)
                 past = [first, past]
@@ -254,15 +280,20 @@ class CacheKind:
         def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
             of_past, to_read = None, tuple(zip(caches, lengths, strict=True))
+            newest = self.shape.holding(k_B1KH, v_B1KH)
             if kernel is not None:
-                # The cache by the kernel, the buffer by XLA.
-                (past, past_length_B), to_read = to_read[0], to_read[1:]
+                (past, past_length_B), *to_read = to_read
                 if isinstance(past, jax.Array):
-                    of_past = kernel(q, cache, past[0], past_length_B)
+                    given = q, cache, past[0], past_length_B
                 else:
-                    of_past = kernel(q, _stack_of_one(past), jnp.int32(0), past_length_B)
+                    given = q, _stack_of_one(past), jnp.int32(0), past_length_B
+                if self.writes:
+                    out_BQH, buffer = kernel(*given, k, v, *to_read[0], kind)
+                    return out_BQH[:, None], buffer if self.lists_buffers else newest
+                # The cache by the kernel, the buffer by XLA.
+                of_past = kernel(*given)
             out_BQH = cached_attention(q, k, v, to_read, of_past, kind=kind)
-            return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
+            return out_BQH[:, None], newest
 
         def recur(inputs: DeltaInputs, caches, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, caches[1])
@@ -277,7 +308,7 @@ class CacheKind:
             ]
 
         def pairs(past: Cache, buffer: Cache) -> Any:
-            return [*map(pair, past, buffer)] if self.unrolled else pair(past, buffer)
+            return [*map(pair, past, buffer)] if apart else pair(past, buffer)
 
         def step(buffer: Cache, i: jax.Array, active_B: jax.Array) -> CachePass:
             buffer = without_routes(buffer)
@@ -302,14 +333,14 @@ class CacheKind:
         """The caches of each of the first dense layers, and that of the stack."""
         return tuple(cache)
 
-    def _layers(self, model: Decoder) -> Callable[..., Any] | None:
-        """A replacement for `models.compute.scan_layers` if caches are unrolled; else None.
+    def _layers(self, model: Decoder, apart: bool) -> Callable[..., Any] | None:
+        """A replacement for `models.compute.scan_layers` if what layers get is `apart`; else None.
 
         Its `per_layer` and its results per layer are sequences of L trees. It ignores the stacked weights
         that it gets, but not what is beside them: they are split here, once. A loop over tokens would split
         them for each token.
         """
-        if not self.unrolled:
+        if not apart:
             return None
         layers = model.layers_apart(None)
 
@@ -345,8 +376,13 @@ class CacheKind:
         return take_slots(routes, self.axes(routes), slots).expert
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
-        """Writes token `i` of all slots to the buffer."""
-        return jax.tree.map(lambda old, one: put_token(old, one, i), buffer, new, is_leaf=is_part)
+        """Writes token `i` of all slots to the buffer; with `lists_buffers` attention has done so."""
+
+        def put(old: Any, one: Any) -> Any:
+            written = self.lists_buffers and isinstance(one, KVCache)
+            return one if written else put_token(old, one, i)
+
+        return jax.tree.map(put, buffer, new, is_leaf=is_part)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """Writes all tokens of `new`, a buffer or the result of a pass, to live slots at position `start_B`.
