@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +35,6 @@ _SMALLEST = 16
 # multiprocessors, which hold three at a time.
 _MOST_PARTS, _PARTS = 16, 528
 _MASKED, _LOG2E = -1e30, math.log2(math.e)
-
-
-class _Given(NamedTuple):
-    # What the kernel reads: arrays [1] of numbers, the new token's queries, keys and values in one array.
-    buffer: KVCache
-    new_BNH: Any
-    pool: KVCache
-    table_BT: Any
-    length_B: Any
-    used_B: Any
-    sinks_Q: Any
-    layer: Any
-    first_head: Any
-    reach: Any
 
 
 def decode_attention(
@@ -106,7 +92,7 @@ def decode_attention(
     numbers = map(number, (layer, first_head, kind.reach))
     # One array, so that XLA computes biases and rotations of all three in one kernel.
     new_BNH = jnp.concatenate([x.astype(q_BQH.dtype) for x in (q_BQH, k_BKH, v_BKH)], axis=1)
-    given = _Given(buffer, new_BNH, pool, table_BT, length_B, used_B, kind.sinks, *numbers)
+    given = buffer, new_BNH, pool, table_BT, length_B, used_B, kind.sinks, *numbers
     blocks = -(-pool.capacity * pages // _BLOCK)
     S = max(1, min(_MOST_PARTS, _PARTS // (len(q_BQH) * K), blocks))
     parts = _call(given, kind.softcap, S, writes, interpret)
@@ -125,19 +111,19 @@ def decode_attention(
     return (mixed_BQH / total_BQ1).astype(q_BQH.dtype), after
 
 
-def _call(given: _Given, softcap: float, S: int, writes: bool, interpret: bool) -> list[jax.Array]:
+def _call(given: tuple[Any, ...], softcap: float, S: int, writes: bool, interpret: bool) -> Any:
     """The kernel, with one grid step per row, kv head and part of the row.
 
     Returns keys and values of the buffer if it writes them; then values, or of several parts the mixed ones,
     the largest scores as exponents of 2, and the sums.
     """
-    B, N, H = given.new_BNH.shape
-    K = given.buffer.v.shape[1]
-    results = [jax.ShapeDtypeStruct((B, N - 2 * K, H), given.new_BNH.dtype)]
+    buffer, new_BNH, *_ = given
+    (B, N, H), K = new_BNH.shape, buffer.v.shape[1]
+    results = [jax.ShapeDtypeStruct((B, N - 2 * K, H), new_BNH.dtype)]
     if S > 1:
         ends = ((H,), (), ())
         results = [jax.ShapeDtypeStruct((S, B, N - 2 * K, *end), jnp.float32) for end in ends]
-    into = [given.buffer.k, given.buffer.v] if writes else []
+    into = [buffer.k, buffer.v] if writes else []
     return pl.pallas_call(
         functools.partial(_kernel, softcap, len(into)),
         grid=(B, K, S),
@@ -147,20 +133,21 @@ def _call(given: _Given, softcap: float, S: int, writes: bool, interpret: bool) 
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_STAGES),
         interpret=interpret,
         name="decode_attention",
-    )(given)
+    )(*given)
 
 
-def _kernel(softcap: float, num_written: int, given: _Given, *outs: Any) -> None:
+def _kernel(softcap: float, num_written: int, *refs: Any) -> None:
+    buffer, new_BNH, pool, table_BT, length_B, used_B, sinks_Q, *numbers = refs[:10]
+    (layer, first_head, reach), outs = numbers, refs[10:]
     row, head, part, S = (*(pl.program_id(i) for i in range(3)), pl.num_programs(2))
-    buffer, pool = given.buffer, given.pool
-    (_, N, H), K = given.new_BNH.shape, buffer.v.shape[1]
+    (_, N, H), K = new_BNH.shape, buffer.v.shape[1]
     G = N // K - 2
     # Queries beyond those of the head repeat its last: they compute and write the same.
     own_G = head * G + jnp.minimum(jnp.arange(max(_SMALLEST, pl.next_power_of_2(G))), G - 1)
-    q_GH = given.new_BNH[row, own_G, :]
-    length, used = given.length_B[row], given.used_B[row]
+    q_GH = new_BNH[row, own_G, :]
+    length, used = length_B[row], used_B[row]
     # The first position that the new token sees.
-    first = 0 if given.reach is None else jnp.maximum(length + used + 1 - given.reach[0], 0)
+    first = 0 if reach is None else jnp.maximum(length + used + 1 - reach[0], 0)
 
     def scored(product: jax.Array) -> jax.Array:
         """Scores as exponents of 2."""
@@ -186,14 +173,14 @@ def _kernel(softcap: float, num_written: int, given: _Given, *outs: Any) -> None
         return mixed_GH * keep_G[:, None] + more_GH, new_G, total_G
 
     # The first part begins with the token itself and the sinks, and goes on with the buffer.
-    k_H, v_H = (given.new_BNH[row, (G + i) * K + head, :] for i in (0, 1))
+    k_H, v_H = (new_BNH[row, (G + i) * K + head, :] for i in (0, 1))
     is_first = part == 0
     own = (q_GH.astype(jnp.float32) * k_H.astype(jnp.float32)[None]).sum(-1)
     top_G = jnp.where(is_first, scored(own), _MASKED)
     total_G = jnp.where(is_first, jnp.ones_like(top_G), 0.0)
     carry = (total_G[:, None] * v_H.astype(jnp.float32)[None], top_G, total_G)
-    if given.sinks_Q is not None:
-        sinks_G = given.sinks_Q[own_G] * _LOG2E
+    if sinks_Q is not None:
+        sinks_G = sinks_Q[own_G] * _LOG2E
         top_G = jnp.where(is_first, jnp.maximum(carry[1], sinks_G), _MASKED)
         keep_G = jnp.exp2(carry[1] - top_G)
         sunk_G = jnp.where(is_first, jnp.exp2(sinks_G - top_G), 0.0)
@@ -221,17 +208,17 @@ def _kernel(softcap: float, num_written: int, given: _Given, *outs: Any) -> None
     start = first // block + part * share
 
     def page_of(j: jax.Array) -> jax.Array:
-        if given.table_BT is None:
+        if table_BT is None:
             return row
         j = jnp.clip(j, 0, jnp.maximum(blocks - 1, 0))
-        return given.table_BT[row, j * block // page]
+        return table_BT[row, j * block // page]
 
     def of_pages(j: jax.Array, carry: Any) -> Any:
         # The table is read an iteration ahead: reads of a block that wait for it could not be on their way
         # while others are used.
         number, *carry = carry
         place = j * block + jnp.arange(block)
-        at = (given.layer[0], number, given.first_head[0] + head, pl.ds(j * block % page, block))
+        at = (layer[0], number, first_head[0] + head, pl.ds(j * block % page, block))
         seen = (place < length) & (place >= first)
         return page_of(j + 1), *add(carry, pool, at, seen)
 
