@@ -25,7 +25,7 @@ from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.kv_cache import CacheShape, KVCache, PagedSlots, cache_axes
 from jaxrl.models.cache.paged_cache import Gather, PagedCache, gathered_pages
 from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
-from jaxrl.models.kernels.proof import decoding_trial, stands
+from jaxrl.models.kernels.proof import decoding_trial, kinds_of, stands
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine_sizes import PageSizes
 
@@ -88,7 +88,8 @@ def choose_cache(
         heads = [max(1, number // parts) for number in (model.num_heads, model.cached_heads)]
         types = jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name
         page = pages.page_tokens if pages is not None and one_stage else 0
-        trial = decoding_trial(implementation, (heads[0], heads[1], model.cached_dim, *types), page)
+        sizes = (heads[0], heads[1], model.cached_dim, *types)
+        trial = decoding_trial(implementation, sizes, page, kinds_of(model))
         if not stands(trial, device_of(mesh), hosts.gather):
             implementation = "xla"
     # Inside a pipeline stage there are only some slots of some layers, but all pages.

@@ -27,7 +27,7 @@ import numpy as np
 from jaxrl.models.attention import attention
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
-from jaxrl.models.cache.kv_cache import PagedSlots, cache_of
+from jaxrl.models.cache.kv_cache import PagedSlots, cache_of, put_token
 from jaxrl.models.kernels.grouped_matmul import WIDTH_MULTIPLE, grouped_matmul, runs_on
 from jaxrl.models.kernels.paged_attention import KERNELS
 from jaxrl.models.model_config import ModelConfig
@@ -120,8 +120,7 @@ def proven_attention(
 ) -> str:
     """An implementation of `attention` for a part of a model's heads, or "xla" if it does not stand."""
     heads = [max(1, number // parts) for number in (model.num_heads, model.num_kv_heads)]
-    slides = dict.fromkeys(model.sliding_layers) if len({*model.sliding_layers}) > 1 else [None]
-    kinds = tuple((model.sliding_window, model.attention_softcap, each) for each in slides)
+    kinds = tuple(kind[:3] for kind in kinds_of(model))
     sizes = (heads[0], heads[1], model.largest_head, jnp.dtype(dtype).name)
     if implementation == "xla" or stands(
         attention_trial(implementation, sizes, kinds), device, gather
@@ -210,50 +209,81 @@ def experts_trial(D: int, F: int, *, kernel: Any = grouped_matmul) -> Trial:
     )
 
 
+Kinds = tuple[tuple[int, float, bool | None, bool], ...]
+"""Window, cap and sliding of every kind of layer, as in `AttentionKind`, and whether it has sinks."""
+
+
+def kinds_of(model: ModelConfig) -> Kinds:
+    """The kinds of a model's layers."""
+    slides = dict.fromkeys(model.sliding_layers) if len({*model.sliding_layers}) > 1 else [None]
+    rest = model.attention_softcap, model.attention_sinks
+    return tuple((model.sliding_window, rest[0], each, rest[1]) for each in slides)
+
+
 @functools.cache
 def decoding_trial(
     implementation: str,
     sizes: tuple[int, int, int, str, str],
     page: int,
+    kinds: Kinds = ((0, 0.0, None, False),),
     *,
     capacity: int = 1024,
     kernel: Any = None,
 ) -> Trial:
-    """A token of rows of 0, 1, C / 2 + 1 and C tokens, to the second of two layers of a cache.
+    """A token of rows of 0, 1, C / 2 + 1 and C tokens, to the second of two layers of a cache and a buffer.
 
     Args:
       implementation: a key of `KERNELS`.
       sizes: (Q, K, H, type of the queries, of the cache).
       page: tokens of a page, which divide C; 0 for a contiguous cache.
+      kinds: the kinds of layers.
       capacity: C.
       kernel: what stands in its place.
     """
     Q, K, H, dtype, kv_dtype = sizes
-    length_B = np.array([0, 1, capacity // 2 + 1, capacity], np.int32)
+    length_B, used_B = np.array([0, 1, capacity // 2 + 1, capacity], np.int32), np.full(4, 5)
     pages = capacity // page if page else 1
     # Page 0 belongs to nobody.
     table_BP = 1 + np.arange(4 * pages, dtype=np.int32)[::-1].reshape(4, pages)
-    attend = kernel or KERNELS[implementation]
+    attend, writes = kernel or KERNELS[implementation], implementation == "paged_gpu"
 
-    def by_kernel(cache: Any, *qkv: jax.Array) -> jax.Array:
+    def all_kinds(sinks_Q: jax.Array) -> list[AttentionKind]:
+        flag = lambda slides: None if slides is None else jnp.array(slides)  # noqa: E731
+        return [
+            AttentionKind(window, softcap, flag(slides), sinks_Q if sunk else None)
+            for window, softcap, slides, sunk in kinds
+        ]
+
+    def by_kernel(cache: Any, buffer: Any, sinks_Q: Any, q: Any, k: Any, v: Any) -> Any:
         slots = PagedSlots(cache, jnp.asarray(table_BP), jnp.zeros(4, jnp.int32)) if page else cache
-        part = attend(qkv[0], slots, jnp.int32(1), jnp.asarray(length_B))
-        q, k, v = qkv
-        return cached_attention(q, k, v, [], part)
+        given = q, slots, jnp.int32(1), jnp.asarray(length_B)
+        newest = buffer, jnp.asarray(used_B, jnp.int32)
+        if writes:
+            return [attend(*given, k, v, *newest, kind) for kind in all_kinds(sinks_Q)]
+        return cached_attention(q, k, v, [newest], attend(*given))
 
-    def by_xla(cache: Any, *qkv: jax.Array) -> jax.Array:
+    def by_xla(cache: Any, buffer: Any, sinks_Q: Any, q: Any, k: Any, v: Any) -> Any:
         def rows(x: jax.Array) -> jax.Array:
             in_order = x[1][table_BP].swapaxes(1, 2) if page else x[1]
             return in_order.reshape(4, K, capacity, *x.shape[4:])
 
-        q, k, v = qkv
-        return cached_attention(q, k, v, [(jax.tree.map(rows, cache), jnp.asarray(length_B))])
+        past = jax.tree.map(rows, cache), jnp.asarray(length_B)
+        caches = [past, (buffer, jnp.asarray(used_B))]
+        out = [cached_attention(q, k, v, caches, kind=kind) for kind in all_kinds(sinks_Q)]
+        if not writes:
+            return out[0]
+        new = cache_of(k[:, None], v[:, None], jnp.dtype(kv_dtype), "head_dim")
+        return [(each, put_token(buffer, new, jnp.int32(used_B[0]))) for each in out]
 
     def make() -> tuple[Any, ...]:
         lead = (2, 4 * pages + 1, page) if page else (2, 4, capacity)
-        keys, values = (_normal(n, (*lead, K, H), "float32") for n in (3, 4))
-        cache = cache_of(keys, values, jnp.dtype(kv_dtype), "head_dim")
-        return cache, *(_normal(n, (4, (Q, K, K)[n], H), dtype) for n in range(3))
+
+        def stored(seed: int, *of: int) -> Any:
+            keys, values = (_normal(seed + n, (*of, K, H), "float32") for n in range(2))
+            return cache_of(keys, values, jnp.dtype(kv_dtype), "head_dim")
+
+        qkv = (_normal(n, (4, (Q, K, K)[n], H), dtype) for n in range(3))
+        return stored(3, *lead), stored(5, 4, 16), jnp.arange(Q) / Q, *qkv
 
     what = f"{implementation} attention with {Q} and {K} heads of {H} in {dtype} to a cache in {kv_dtype}"
     return Trial(what + (f", pages of {page}" if page else ""), by_kernel, by_xla, make)

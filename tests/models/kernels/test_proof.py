@@ -11,8 +11,9 @@ import pytest
 from model_sizes import sized_model
 
 from jaxrl.models.kernels import proof
+from jaxrl.models.kernels.decode_attention import decode_attention
 from jaxrl.models.kernels.grouped_matmul import grouped_matmul
-from jaxrl.models.kernels.paged_attention import paged_attention_gpu, paged_attention_tpu
+from jaxrl.models.kernels.paged_attention import paged_attention_tpu
 from jaxrl.models.kernels.proof import (
     Trial,
     attention_trial,
@@ -22,6 +23,7 @@ from jaxrl.models.kernels.proof import (
 )
 from jaxrl.models.kernels.splash_attention import splash_attention
 
+FULL = ((0, 0.0, None, False),)
 # A device that is here and calls itself a GPU, as a run on one sees it.
 GPU = types.SimpleNamespace(platform="gpu", device_kind="a GPU")
 
@@ -52,17 +54,25 @@ def test_attention_agrees_forward_and_backward(kinds):
 
 @pytest.mark.parametrize("page", [0, 128])
 @pytest.mark.parametrize(
-    ("kernel", "kv_dtype"),
+    ("kernel", "name", "kv_dtype", "kinds"),
     [
-        (paged_attention_gpu, "bfloat16"),
-        (paged_attention_gpu, "int8"),
-        (paged_attention_tpu, "bfloat16"),
+        (decode_attention, "paged_gpu", "bfloat16", FULL),
+        (decode_attention, "paged_gpu", "int8", FULL),
+        # As in gpt-oss: sinks, and windows in every other layer.
+        (
+            decode_attention,
+            "paged_gpu",
+            "bfloat16",
+            ((70, 0.0, True, True), (70, 0.0, False, True)),
+        ),
+        (decode_attention, "paged_gpu", "bfloat16", ((0, 30.0, None, False),)),
+        (paged_attention_tpu, "paged_tpu", "bfloat16", FULL),
     ],
 )
-def test_decoding_agrees(kernel, kv_dtype, page):
+def test_decoding_agrees(kernel, name, kv_dtype, kinds, page):
     sizes = (8, 2, 128, "bfloat16", kv_dtype)
     interpreted = functools.partial(kernel, interpret=True)
-    trial = decoding_trial("paged_gpu", sizes, page, capacity=256, kernel=interpreted)
+    trial = decoding_trial(name, sizes, page, kinds, capacity=256, kernel=interpreted)
     assert fault_of(trial) == ""
 
 
@@ -71,19 +81,26 @@ def test_experts_agree():
     assert fault_of(trial) == ""
 
 
-def one_page_off(q, slots, layer, length_B):
+def one_page_off(q, slots, *rest):
     """A kernel that reads the page after the one that the table names."""
     table = jnp.roll(slots.table, 1, axis=1)
-    return paged_attention_gpu(
-        q, type(slots)(slots.pool, table, slots.shared), layer, length_B, interpret=True
+    return decode_attention(q, type(slots)(slots.pool, table, slots.shared), *rest, interpret=True)
+
+
+def one_place_off(q, slots, layer, length_B, k, v, buffer, used_B, kind):
+    """A kernel that writes the token to the place after its own."""
+    out, after = decode_attention(
+        q, slots, layer, length_B, k, v, buffer, used_B, kind, interpret=True
     )
+    return out, jax.tree.map(lambda x: jnp.roll(x, 1, axis=2), after)
 
 
 def test_wrong_kernels_are_found_out():
-    wrong_table = decoding_trial(
-        "paged_gpu", (4, 2, 16, "float32", "float32"), 64, capacity=256, kernel=one_page_off
-    )
-    assert "of its largest value away, more than 0.02" in fault_of(wrong_table)
+    for kernel in (one_page_off, one_place_off):
+        wrong = decoding_trial(
+            "paged_gpu", (4, 2, 16, "float32", "float32"), 64, capacity=256, kernel=kernel
+        )
+        assert "of its largest value away, more than 0.02" in fault_of(wrong)
 
     def ungrouped(x_MD, weight, rows_G, device, *_):
         return grouped_matmul(x_MD, weight, jnp.roll(rows_G, 1), device, "xla")
