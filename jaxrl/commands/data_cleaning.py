@@ -53,7 +53,7 @@ class FoundFile:
 
     Args:
       path: the file.
-      made_with: everything that the findings depend on.
+      made_with: everything that its content depends on.
 
     Raises:
       UserError: the file is of a command with other settings, or it is no such file.
@@ -76,7 +76,7 @@ class FoundFile:
                 self.known[found.pop("key")] = found
         except (ValueError, KeyError, AttributeError) as error:
             raise UserError(
-                f"{path} is no file of findings ({error}); remove it, or name another --to"
+                f"{path} is not what this command writes there ({error}); remove it, or name another --to"
             ) from error
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -141,6 +141,16 @@ def test_other_bounds_ask_nothing_again_and_other_settings_are_refused(
     assert "no problem has a rate from 0.9 to 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["no JSON\n", '{"settings": []}\n', "[1]\n[2]\n"])
+def test_another_file_in_the_place_is_left_alone(text, directory, model, tmp_path, capsys):
+    problems(tmp_path, [1])
+    found = tmp_path / "kept.jsonl.found"
+    found.write_text(text)
+    assert cleaned(directory, tmp_path) == 2
+    assert "kept.jsonl.found is " in (error := capsys.readouterr().err) and "remove it" in error
+    assert found.read_text() == text and not model.asked
+
+
 def test_a_command_goes_on_where_it_was_killed(directory, model, tmp_path):
     problems(tmp_path, [n % 3 for n in range(_AT_ONCE + 8)])
     model.fails_after = _AT_ONCE + 3
