@@ -88,14 +88,19 @@ def score_completions(
       completions: B responses.
       verdicts: one verdict per response.
       overlong: function of response lengths in tokens, int64 [B]; returns values to add to the scores, [B].
+
+    Raises:
+      UserError: a score is not finite.
     """
     correct_B = np.array([v.correct for v in verdicts], np.bool_)
     shaping_B = np.asarray(overlong(completions.lengths_B), np.float32)
     assert shaping_B.shape == correct_B.shape, "overlong returns one value for each response"
+    # A grader of the user's may give any number, and a NaN would say that there is no reward.
+    score_B = _checked([v.score for v in verdicts], "the grader", completions)
     return Scored(
         completions=completions,
         correct_B=correct_B,
-        score_B=np.array([v.score for v in verdicts], np.float32),
+        score_B=score_B,
         shaping_B=shaping_B,
         predictions=tuple(v.prediction for v in verdicts),
         failures=tuple(v.failure for v in verdicts),
@@ -147,19 +152,12 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
         )
     assert terms, "a sum without terms is no reward"
     metrics: dict[str, float] = {}
-    prompts, G = scored.completions.prompts, scored.completions.num_samples
     total_B, finished_B = np.zeros(len(scored), np.float32), scored.completions.finished_B
     # Samples that a term abstains from, and those that a term of a weight scores.
     without_B, decided_B = np.zeros((2, len(scored)), bool)
     columns = []
     for term in terms:
-        score_B = checked_scores(
-            term.score_B,
-            f"reward {term.name!r}",
-            num_samples=G,
-            prompts=prompts.texts,
-            sources=prompts.sources,
-        )
+        score_B = _checked(term.score_B, f"reward {term.name!r}", scored.completions)
         answers_B = ~np.isnan(score_B)
         # In float32 and in this order on every host, so that sums are equal to the bit.
         total_B += np.float32(term.weight) * np.where(answers_B, score_B, np.float32(0))
@@ -178,6 +176,12 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
         term_weight_K=np.array([term.weight for term in terms], np.float32),
     )
     return scored, metrics
+
+
+def _checked(values: Any, what: str, completions: Completions) -> np.ndarray:
+    prompts, G = completions.prompts, completions.num_samples
+    of_prompts = {"prompts": prompts.texts, "sources": prompts.sources}
+    return checked_scores(values, what, num_samples=G, **of_prompts)
 
 
 def checked_scores(

@@ -136,3 +136,11 @@ def test_an_empty_ground_truth_names_its_prompt(answer):
     completions = completions_of(["1", answer], ["Answer: 1"] * 4, [1] * 4)
     with pytest.raises(UserError, match="prompt 101 of 'toy'"):
         AskedVerdicts(Graders(("answer", {})), completions).result()
+
+
+def test_a_grader_that_gives_no_number_ends_the_run_in_an_evaluation_too(make_scored):
+    verdicts = [Verdict(1.0, True), Verdict(float("nan"), False)]
+    completions = make_scored([5], num_samples=2).completions
+    message = "the grader returned nan for response 1 .sample 1 of the prompt 'prompt 5'"
+    with pytest.raises(UserError, match=message):
+        score_completions(completions, verdicts, overlong=np.zeros_like)
