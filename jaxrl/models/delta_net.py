@@ -172,7 +172,10 @@ def _mixed(
     # On accelerators float32 matmuls are rounded otherwise, and here errors would add up over a text.
     with jax.default_matmul_precision("highest"):
         if T == 1 and state is not None:
-            out, matrix = _one_token(matrix, *(x[:, 0] for x in arrays))
+            of_token = (matrix, *(x[:, 0] for x in arrays))
+            out, matrix = jax.lax.platform_dependent(
+                *of_token, cuda=one_token_in_place, default=one_token
+            )
             out = out[:, None]
         else:
             out, matrix = _chunked(matrix, first_B, *arrays, segment_ids_BT)
@@ -208,12 +211,28 @@ def _convolved(
     return jax.nn.silu(total), cut(whole, live_BT.sum(1))
 
 
-def _one_token(S: jax.Array, q_BNX, k_BNX, v_BNUY, log_decay_BNU, step_BNU):
+def one_token(S: jax.Array, q_BNX, k_BNX, v_BNUY, log_decay_BNU, step_BNU):
     """The four lines of the recurrence: outputs [B, N, U, Y] and the next S [B, N, U, X, Y]."""
     S = jnp.exp(log_decay_BNU)[..., None, None] * S
     error = step_BNU[..., None] * (v_BNUY - jnp.einsum("bnx,bnuxy->bnuy", k_BNX, S))
     S = S + jnp.einsum("bnx,bnuy->bnuxy", k_BNX, error)
     return jnp.einsum("bnx,bnuxy->bnuy", q_BNX, S), S
+
+
+def one_token_in_place(S: jax.Array, q_BNX, k_BNX, v_BNUY, log_decay_BNU, step_BNU):
+    """`one_token`, with all products of S before it is written: both in one pass, and then a barrier.
+
+    Else XLA for GPUs makes one kernel of all, which cannot write where it reads, and copies every S.
+    """
+    k, q = (x_BNX[:, :, None, :, None] for x_BNX in (k_BNX, q_BNX))
+    add = lambda one, other: tuple(map(jnp.add, one, other))  # noqa: E731
+    none = jnp.zeros((), S.dtype)
+    products = jax.lax.reduce((k * S, q * S), (none, none), add, (3,))
+    by_k_BNUY, by_q_BNUY = jax.lax.optimization_barrier(products)
+    decay_BNU1 = jnp.exp(log_decay_BNU)[..., None]
+    error_BNUY = step_BNU[..., None] * (v_BNUY - decay_BNU1 * by_k_BNUY)
+    out_BNUY = decay_BNU1 * by_q_BNUY + (q_BNX * k_BNX).sum(2)[..., None, None] * error_BNUY
+    return out_BNUY, decay_BNU1[..., None] * S + k * error_BNUY[..., None, :]
 
 
 def _chunked(S, first_B, q_BTNX, k_BTNX, v_BTNUY, log_decay_BTNU, step_BTNU, segment_ids_BT):

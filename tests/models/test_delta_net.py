@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
-from jaxrl.models.delta_net import DeltaInputs, delta_after, delta_of_rows, no_past
+from jaxrl.models.delta_net import (
+    DeltaInputs,
+    delta_after,
+    delta_of_rows,
+    no_past,
+    one_token,
+    one_token_in_place,
+)
 from jaxrl.models.model_config import ModelConfig
 
 MODEL = ModelConfig(
@@ -102,6 +109,20 @@ def test_one_token_at_a_time_is_the_recurrence():
         out, state = after(cut(inputs, t, t + 1), state)
         assert_close(out[0, 0], expected[t])
     assert_close(state.matrix[0], S)
+
+
+def test_a_token_in_place_is_that_of_the_four_lines():
+    """Two heads with three values each for a key of four, on 5 rows, over 6 tokens."""
+    rng = np.random.default_rng(0)
+    one = other = jnp.asarray(rng.normal(size=(5, 2, 3, 4, 7)), jnp.float32)
+    for _ in range(6):
+        q, k = (jnp.asarray(rng.normal(size=(5, 2, 4)), jnp.float32) for _ in range(2))
+        v = jnp.asarray(rng.normal(size=(5, 2, 3, 7)), jnp.float32)
+        log_decay, step = -rng.random((5, 2, 3)), rng.random((5, 2, 3))
+        expected, one = one_token(one, q, k / 2, v, log_decay, step)
+        found, other = one_token_in_place(other, q, k / 2, v, log_decay, step)
+        assert_close(found, expected, scale=10)
+        assert_close(other, one, scale=10)
 
 
 @pytest.mark.parametrize("lengths", [(70, 3, 64, 1, 62), (1, 2, 3, 194), (200,)])
