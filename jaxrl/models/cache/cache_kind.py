@@ -377,7 +377,6 @@ class CacheKind:
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
         """Writes token `i` of all slots to the buffer; with `lists_buffers` attention has done so."""
-
         written = KVCache if self.lists_buffers else ()
         put = lambda old, one: one if isinstance(one, written) else put_token(old, one, i)  # noqa: E731
         return jax.tree.map(put, buffer, new, is_leaf=is_part)
