@@ -19,7 +19,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from jaxrl.commands.data_cleaning import clean, rows_of
+from jaxrl import extensions
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.schema import Config
@@ -29,7 +29,8 @@ from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import text_of_context
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, tokenizer_from
-from jaxrl.data.rows import write_rows
+from jaxrl.data.row_layouts import SOURCE_NAME, Record
+from jaxrl.data.rows import Row, write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser
@@ -75,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if args.pass_rate or args.rewrite_answers:
         if len(args.files) != 1 or (args.pass_rate and args.rewrite_answers):
             raise UserError("name one file, and either --pass_rate or --rewrite_answers")
+        clean = extensions.lookup("data --pass_rate and --rewrite_answers")
         clean(args, overrides, lambda: _problems_of(args)[0].train_records)
         return 0
     # A recipe has settings for each of its files, a file has those of the flags.
@@ -163,3 +165,22 @@ def _report(
         records = problems.train_records
         write_rows(rows_of(records), args.to)
         print(f"{len(records):,} problems written to {args.to}")
+
+
+def rows_of(records: Sequence[Record]) -> list[Row]:
+    """Rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
+    # One column has one type.
+    are_texts = all(isinstance(record.prompt, str) for record in records)
+    rows = []
+    for record in records:
+        prompt = record.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        row: Row = {"problem": prompt} if are_texts else {"prompt": messages}
+        row["answer"] = record.answer
+        if record.solution is not None:
+            row["solution"] = record.solution
+        row[SOURCE_NAME] = record.source
+        # A field of the original file may have one of these names without being the prompt.
+        own = ("problem", "prompt", "answer", "solution", SOURCE_NAME)
+        rows.append(row | {name: x for name, x in record.extra.items() if name not in own})
+    return rows

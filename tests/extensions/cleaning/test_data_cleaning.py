@@ -13,11 +13,11 @@ from arithmetic_backend import ArithmeticBackend
 
 from jaxrl import cli
 from jaxrl.commands import evaluate
-from jaxrl.commands.data_cleaning import _AT_ONCE, read_reply
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
+from jaxrl_cleaning.data_cleaning import _AT_ONCE, read_reply
 
 MODEL = ModelConfig(
     vocab_size=320, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8

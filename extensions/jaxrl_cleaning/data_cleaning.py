@@ -25,10 +25,11 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl.commands.data_command import rows_of
 from jaxrl.commands.evaluate import answering, evaluation_config, read_inputs
 from jaxrl.data.data_card import data_card
-from jaxrl.data.row_layouts import SOURCE_NAME, Record
-from jaxrl.data.rows import Row, write_rows
+from jaxrl.data.row_layouts import Record
+from jaxrl.data.rows import write_rows
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.mesh import hosts
@@ -283,22 +284,3 @@ def _json(url: str, body: Mapping[str, Any] | None = None) -> Any:
         f"{url} does not answer as OpenAI's API: {why}; start a server, as by jaxrl serve, and run the "
         "command again, which goes on"
     )
-
-
-def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
-    # One column has one type.
-    are_texts = all(isinstance(record.prompt, str) for record in records)
-    rows = []
-    for record in records:
-        prompt = record.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        row: Row = {"problem": prompt} if are_texts else {"prompt": messages}
-        row["answer"] = record.answer
-        if record.solution is not None:
-            row["solution"] = record.solution
-        row[SOURCE_NAME] = record.source
-        # A field of the original file may have one of these names without being the prompt.
-        own = ("problem", "prompt", "answer", "solution", SOURCE_NAME)
-        rows.append(row | {name: x for name, x in record.extra.items() if name not in own})
-    return rows
