@@ -51,11 +51,11 @@ def times_of(config: Config, cluster: Cluster) -> StepTimes:
     [
         (
             {"rollout.cache": "contiguous", "rollout.slots": str(16 * 83)},
-            {"drained": 35.3, "full": 29.6},
+            {"drained": 32.6, "full": 27.3},
         ),
-        pytest.param({}, {"drained": 29.3, "full": 23.8}, marks=pytest.mark.slow),
+        pytest.param({}, {"drained": 27.3, "full": 22.6}, marks=pytest.mark.slow),
         pytest.param(
-            {"rollout.kv_dtype": "int8"}, {"drained": 21.3, "full": 15.0}, marks=pytest.mark.slow
+            {"rollout.kv_dtype": "int8"}, {"drained": 19.1, "full": 14.1}, marks=pytest.mark.slow
         ),
     ],
     ids=["contiguous", "paged", "paged, int8"],
