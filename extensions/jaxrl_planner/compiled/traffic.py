@@ -29,7 +29,9 @@ from jaxrl.mesh.layout import TENSOR_GEN
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+# TPUs' compilers write element 3 of a tuple as %tuple#3.
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)?)")
+_OF_TUPLE = re.compile(r"(?:[^,(){}\[\]]|\([^()]*\)|\{(?:[^{}]|\([^()]*\))*\}|\[[^\]]*\])+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,15 @@ def computations_of(text: str) -> tuple[dict[str, Computation], str]:
             root, name, type, opcode, after = match.groups()
             inputs = after.partition(")")[0]
             current[name] = Instruction(name, type, opcode, inputs, line, bool(root))
+    for computation in found.values():
+        for name in {n for each in computation.values() for n in each.operands if "#" in n}:
+            tuple_name, _, place = name.partition("#")
+            if tuple_name in computation:
+                inside = re.sub(r"/\*.*?\*/", "", computation[tuple_name].type).strip()[1:-1]
+                type = _OF_TUPLE.findall(inside)[int(place)].strip()
+                line = f"%{name} = {type} get-tuple-element(%{tuple_name}), index={place}"
+                of_tuple = name, type, "get-tuple-element", f"%{tuple_name}", line
+                computation[name] = Instruction(*of_tuple, is_root=False)
     return found, entry
 
 

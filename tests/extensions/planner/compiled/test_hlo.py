@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_planner.compiled.traffic import Collective, collectives
+from jaxrl_planner.compiled.traffic import Collective, collectives, computations_of, runs_of
 
 
 def parse(line: str, num_devices: int = 8) -> Collective:
@@ -86,3 +86,34 @@ def test_what_cannot_be_counted_is_not_passed_over():
         collectives("%x = f32[2] collective-broadcast(%a), replica_groups={{0,1}}", 2)
     with pytest.raises(AssertionError, match="unknown notation"):
         collectives("%x = f32[2] all-gather(%a), replica_groups=odd", 2)
+
+
+ELEMENTS = """
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %t = (s32[]{:T(128)}, /*index=1*/f32[4,2]{1,0:T(8,128)}) parameter(0)
+  %one = s32[] constant(1)
+  %next = s32[] add(%t#0, %one)
+  ROOT %out = (s32[], f32[4,2]) tuple(%next, %t#1)
+}
+
+%test (u: (s32[], f32[4])) -> pred[] {
+  %u = (s32[], f32[4,2]) parameter(0)
+  %most = s32[] constant(28)
+  ROOT %less = pred[] compare(%u#0, %most), direction=LT
+}
+
+ENTRY %main (x: f32[4,2]) -> f32[4,2] {
+  %x = f32[4,2] parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4,2]) tuple(%zero, %x)
+  %loop = (s32[], f32[4,2]) while(%start), condition=%test, body=%body
+  ROOT %end = f32[4,2] copy(%loop#1)
+}
+"""
+
+
+def test_elements_of_tuples_in_the_short_notation():
+    """As libtpu 0.0.52 writes some programs for a v6e."""
+    computations, entry = computations_of(ELEMENTS)
+    assert computations["body"]["t#1"].type == "f32[4,2]{1,0:T(8,128)}"
+    assert runs_of(computations, entry)["body"] == 28
