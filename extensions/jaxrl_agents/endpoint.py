@@ -1,21 +1,25 @@
-"""The endpoint of a run's agents, on loopback: their requests, and the worker processes that run them.
+"""The endpoint of a run's agents: their requests, and the worker processes that run them.
 
     POST /v1/chat/completions     by an agent, with the key of its session
     POST /inference/v1/generate   by one that renders its prompts itself
+    /session/KEY/...              the same for programs that take a URL alone: the key is in it
     POST /agents/next, /done      by a worker, with its own key: `worker`
 
-A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
+Other requests are refused, since `rollout.agent_host` may be an address on a network. A chat's prompt comes
+from its session (`session_prompts`). Completions are refused: no session has them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
@@ -33,6 +37,30 @@ _MAX_BODY_BYTES = 10_000_000
 _MOST_CONNECTIONS = 10_000
 # The name of the policy in requests.
 _MODEL = "policy"
+_SESSION = "/session/"
+
+
+def _with_keys(app: ASGIApp, knows: Callable[[str], bool]) -> ASGIApp:
+    """Takes the key out of a URL, and refuses requests without a key that `knows` finds."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.startswith(_SESSION):
+            key, _, rest = path.removeprefix(_SESSION).partition("/")
+            scope = dict(scope) | {"path": f"/{rest}", "raw_path": f"/{rest}".encode()}
+            scope["headers"] = list(scope["headers"])
+            headers = MutableHeaders(scope=scope)
+            # A program that needs a key of some kind sends one that says nothing.
+            headers["authorization"] = f"Bearer {key}"
+            del headers["x-session-id"]
+        if any(map(knows, keys_of(Request(scope)))):
+            await app(scope, receive, send)
+        else:
+            fault = "send the key of an open session: Authorization: Bearer KEY, or the URL /session/KEY/v1"
+            refusal = ApiError(fault, status=401, code="invalid_api_key")
+            await JSONResponse(refusal.body, refusal.status)(scope, receive, send)
+
+    return answer
 
 
 class Endpoint:
@@ -45,7 +73,7 @@ class Endpoint:
     def __init__(
         self, live: LiveLoop, settings: RolloutConfig, model: ChatModel, sizes: EngineConfig
     ):
-        """Listens on a free port, and starts the workers.
+        """Listens on a free port of `agent_host`, and starts the workers.
 
         Args:
           live: loop that answers the requests; the caller turns it.
@@ -54,7 +82,7 @@ class Endpoint:
           sizes: sizes of the engine.
 
         Raises:
-          UserError: the agent cannot be loaded.
+          UserError: the agent cannot be loaded, or this machine does not have the address.
         """
         self.sessions = Sessions(settings.agent_seconds)
         # Set, and replaced by another, when there are news of the sessions.
@@ -71,9 +99,15 @@ class Endpoint:
         )
         for route, answer in (("next", self._next), ("done", self._done)):
             app.routes.append(Route(f"/agents/{route}", answer, methods=["POST"]))
-        self._server = HttpServer(app, host="127.0.0.1", port=0, max_connections=_MOST_CONNECTIONS)
+        self._server = HttpServer(
+            _with_keys(app, lambda key: self._runner.knows(key) or bool(self.sessions.find(key))),
+            host=settings.agent_host,
+            port=0,
+            max_connections=_MOST_CONNECTIONS,
+            checks_keys=True,
+        )
         try:
-            self._runner.start(f"http://127.0.0.1:{self._server.port}")
+            self._runner.start(self._server.url)
         except BaseException:
             self.close()
             raise

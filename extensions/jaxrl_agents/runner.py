@@ -74,6 +74,10 @@ class Runner:
         # An equal share of the open sessions, rounded up.
         return -(-self.sessions.num_open // self._size)
 
+    def knows(self, worker: str) -> bool:
+        """Whether a worker that runs has this key."""
+        return worker in self._heard
+
     def check(self) -> None:
         """Raises UserError if a worker could not start again."""
         for worker in self._begun:

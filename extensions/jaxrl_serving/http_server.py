@@ -59,7 +59,10 @@ def _allow_open_files(number: int) -> None:
 
 
 def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
-    """Refuses requests without the key, which /health does not need; without a key, those for other hosts."""
+    """Refuses requests without the key, which /health does not need; without a key, those for other `hosts`.
+
+    No `hosts` are all of them.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         headers, refusal = Headers(scope=scope), None
@@ -79,7 +82,7 @@ def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
                 name = urllib.parse.urlsplit(f"//{headers.get('host', '')}").hostname
             except ValueError:
                 name = None
-            if name not in hosts:
+            if hosts and name not in hosts:
                 fault = f"this server answers to {', '.join(hosts)}, unless it is started with --api_key"
                 refusal = ApiError(fault, status=421)
         await (JSONResponse(refusal.body, refusal.status) if refusal else app)(scope, receive, send)
@@ -92,6 +95,7 @@ class HttpServer:
 
     Attributes:
       port: port that it listens on.
+      url: address for programs on this machine.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class HttpServer:
         port: int,
         api_key: str = "",
         max_connections: int = 1000,
+        checks_keys: bool = False,
     ):
         """Starts serving.
 
@@ -110,6 +115,7 @@ class HttpServer:
           host, port: address to listen on; port 0 chooses a free port.
           api_key: key that requests must send; "" for none.
           max_connections: maximum number of open connections; while there are more, requests get status 503.
+          checks_keys: whether the application itself refuses requests without one of its keys.
 
         Raises:
           UserError: the port is not available, the system does not allow so many connections, or the address
@@ -129,7 +135,7 @@ class HttpServer:
         address, self.port = self._socket.getsockname()[:2]
         is_local = ipaddress.ip_address(address).is_loopback
         if not is_local:
-            if not api_key:
+            if not (api_key or checks_keys):
                 self._socket.close()
                 raise UserError(needs_key(host))
             _LOG.warning(
@@ -138,6 +144,12 @@ class HttpServer:
                 *(host, self.port),
             )
         hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", address, host.lower()])
+        if checks_keys and not is_local:
+            hosts = {}
+        # A wildcard is no address to ask.
+        here = ipaddress.ip_address(address)
+        here = f"{here}" if not here.is_unspecified else "::1" if here.version == 6 else "127.0.0.1"
+        self.url = f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 _guarded(app, hosts, api_key),

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from jaxrl.checks import (
     MAX_VOCABULARY,
+    NAME,
     PATH,
     PROSE,
     at_least,
@@ -74,6 +75,10 @@ class RolloutConfig(EngineSettings):
     """Function that answers a prompt by as many requests to the policy as it likes,
     "path/to/file.py:agent" or "package.module:agent" (docs/agents.md). `max_response_tokens` then
     limits a conversation after its first prompt, and the cache is paged. "" samples one response.
+    """
+    agent_host: Annotated[str, NAME] = "127.0.0.1"
+    """Address at which the policy answers agents. A program in a container reaches this machine by
+    another one, such as 172.17.0.1 (Docker's bridge); "0.0.0.0" is every address (docs/harnesses.md).
     """
     agent_turns: Annotated[int, count(1)] = 32
     """Maximum number of sampled turns of an agent's sample; further requests are refused."""

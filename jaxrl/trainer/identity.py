@@ -35,6 +35,7 @@ _FREE = (
     "rollout.prefill_prompts",
     "rollout.tokens_per_dispatch",
     "rollout.cache",
+    "rollout.agent_host",
     "rollout.agent_seconds",
     "reward.code_sandbox",
     "train.rows",

@@ -31,13 +31,13 @@ SIZES = EngineConfig(
 OPTIONS = SamplingOptions(num_samples=2, seed=7, step=3)
 
 
-def agent_backend(seconds: float = 60.0, agent: str = AGENT) -> AgentBackend:
+def agent_backend(seconds: float = 60.0, agent: str = AGENT, **settings) -> AgentBackend:
     """Weights are the same for all."""
     tokenizer = chat_tokenizer()
     model = dataclasses.replace(MODEL, num_tokens=tokenizer.vocab_size)
-    settings = RolloutConfig(agent=agent, agent_turns=8, agent_seconds=seconds)
+    config = RolloutConfig(agent=agent, agent_turns=8, agent_seconds=seconds, **settings)
     engine = engine_of(base=SIZES, model=model, stop_ids=tokenizer.stop_ids)
-    backend = AgentBackend(OfflineBackend(engine, tokenizer.decode_batch), settings, tokenizer)
+    backend = AgentBackend(OfflineBackend(engine, tokenizer.decode_batch), config, tokenizer)
     backend.load(jax.device_put(random_weights(model), jax.devices()[0]))
     return backend
 
