@@ -332,10 +332,10 @@ BUDGETS = {
     "lines of code of its largest package": 5_860,
     "lines of code that trainer/ imports, itself included": 27_790,
     "files that trainer/ imports, itself included": 202,
-    "settings": 201,
+    "settings": 202,
     "functions per 1,000 lines of code": 87,
-    "lines of code of extensions/": 18_635,
-    "lines of code of jaxrl_agents": 1_685,
+    "lines of code of extensions/": 18_752,
+    "lines of code of jaxrl_agents": 1_795,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 339,
     "lines of code of jaxrl_cleaning": 216,
@@ -343,11 +343,11 @@ BUDGETS = {
     "lines of code of jaxrl_planner": 5_165,
     "lines of code of jaxrl_pods": 920,
     "lines of code of jaxrl_proofs": 465,
-    "lines of code of jaxrl_serving": 2_450,
+    "lines of code of jaxrl_serving": 2_455,
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 50_190,
+    "lines of code of tests": 50_320,
 }
 MIN_COMMENT_PERCENT = 4.0
 
