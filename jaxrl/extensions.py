@@ -28,6 +28,7 @@ EXTENSIONS = {
     "serve": "jaxrl_serving.serve_command:main",
     # Flags of commands.
     "serve --tinker": "jaxrl_tinker.server:main",
+    "gs:// and s3://": "jaxrl_buckets.buckets:Buckets",
     "data --pass_rate and --rewrite_answers": "jaxrl_cleaning.data_cleaning:clean",
     "train --dry_run": "jaxrl_planner.plan_command:show_traced",
     "train --supervise": "jaxrl_pods.supervise:supervise",

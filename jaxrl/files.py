@@ -24,6 +24,11 @@ def cache_root() -> pathlib.Path:
     )
 
 
+def is_bucket(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an address in a bucket; `pathlib` makes gs:/bucket of gs://bucket."""
+    return os.fspath(path).startswith(("gs:/", "s3:/"))
+
+
 def open_file(path: str | os.PathLike[str], *, absent: str, buffering: int = -1) -> IO[bytes]:
     """Opens a file for reading.
 

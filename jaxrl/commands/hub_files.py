@@ -1,4 +1,4 @@
-"""Replaces names on the Hugging Face hub in a config by the paths of the fetched files, before a run."""
+"""Replaces names on the hub and in buckets in a config by the paths of the fetched files, before a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxrl.config.config_tree import flatten_config, from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
-from jaxrl.hub.hub_names import hub_name
-from jaxrl.hub.local_paths import EVALUATION, TRAINING, open_hub
+from jaxrl.hub.local_paths import EVALUATION, TRAINING, store_of
 from jaxrl.mesh import hosts
 from jaxrl.mesh.pools import take_devices
 from jaxrl.trainer.findings import Faults
@@ -29,7 +28,7 @@ _GROUPS = {"data.sources": TRAINING, "data.evaluations": EVALUATION}
 
 
 def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool = True) -> Config:
-    """Fetches what a config names on the hub. Collective.
+    """Fetches what a config names on the hub or in buckets. Collective.
 
     Nothing is fetched before everything named was found there and the devices are enough.
 
@@ -53,10 +52,10 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
         splits = _ROWS.get(setting)
         if field == "path" and splits is None:
             splits = _GROUPS.get(group.rpartition(".")[0])
-        name = hub_name(text) if splits or setting in models else None
-        if name is None:
+        found = store_of(text) if splits or setting in models else None
+        if found is None:
             continue
-        hub, bind = open_hub(), functools.partial
+        (hub, name), bind = found, functools.partial
         if splits:
             wanted[setting] = bind(hub.check_rows, name, splits), bind(hub.rows, name, splits)
         else:

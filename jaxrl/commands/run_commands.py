@@ -17,6 +17,7 @@ from jaxrl.data.data_config import EvaluationSourceConfig
 from jaxrl.data.demonstrations import read_demonstrations
 from jaxrl.data.problems import check_file
 from jaxrl.errors import UserError, must_return
+from jaxrl.files import is_bucket
 from jaxrl.hub.hub_names import fetched_folder, hub_name
 from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import check_grader
@@ -94,7 +95,8 @@ def check_for_plan(config: Config) -> None:
     for name, source in sources.items():
         needed = name not in config.data.training_sources or needs_truths(config)
         faults(name, functools.partial(_check_source, source, needs_truth=needed))
-    if (path := config.sft.path) and config.sft.num_steps and not hub_name(path):
+    path = config.sft.path if config.sft.num_steps else ""
+    if path and not (is_bucket(path) or hub_name(path)):
         faults("sft.path", functools.partial(read_demonstrations, path, source=path))
     find_packages(config, faults)
     graders = {"reward.grader": (config.reward.grader, config.reward.grader_options)}
@@ -112,9 +114,10 @@ def check_for_plan(config: Config) -> None:
 
 
 def _check_source(source: EvaluationSourceConfig, *, needs_truth: bool) -> None:
+    path = source.path
     if source.has_function:
-        load_function(source.path, "data function")
-    elif source.path and not (source.task or hub_name(source.path)):
+        load_function(path, "data function")
+    elif path and not (source.task or is_bucket(path) or hub_name(path)):
         check_file(source, needs_truth=needs_truth)
 
 

@@ -39,6 +39,7 @@ from huggingface_hub import errors as hub_errors
 from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import (
     DATA_FILES,
+    MODEL_FILES,
     HubName,
     choose_files,
     declared_splits,
@@ -61,20 +62,6 @@ _NAME = re.compile(r"\w[\w.+:=-]*")
 _PART = r"(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f]+"
 _PATH = re.compile(f"{_PART}(?:/{_PART})*")
 
-_MODEL_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "chat_template.json",
-)
 # Weights that can run code when they are read, and formats of other programs.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
 _CONVERTED = "refs/convert/parquet"
@@ -450,7 +437,7 @@ def _in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
 def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]:
     """Files to fetch of a model: those in its main directory, in formats that hold no code."""
     names = sorted(s.rfilename for s in info.siblings or () if "/" not in s.rfilename)
-    found = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in _MODEL_FILES)]
+    found = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in MODEL_FILES)]
     if tokenizer_only:
         if not (found := [n for n in found if ".safetensors" not in n]):
             raise UserError(f"{name} has no tokenizer; it has {_some(names)}: name another model")

@@ -93,6 +93,21 @@ def parsed_name(text: str) -> HubName | None:
     return HubName(repo, found["subset"] or "", found["split"] or "", found["revision"] or "")
 
 
+MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "chat_template.json",
+)
+"""Patterns of what a model is fetched for: no code, no format of another program."""
 DATA_FILES = (".parquet", ".jsonl", ".json", ".arrow")
 
 # (subset, split) -> files

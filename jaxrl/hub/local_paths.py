@@ -1,10 +1,16 @@
-"""Turns what a setting names into a path on this machine: a path stays, a name on the hub is fetched."""
+"""Turns what a setting names into a path on this machine: a path stays, the rest is fetched.
+
+Qwen/Qwen2.5-7B      by the Hugging Face hub
+gs://bucket/qwen     by `extensions/jaxrl_buckets`
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jaxrl import extensions
+from jaxrl.files import is_bucket
 from jaxrl.hub.hub_names import hub_name
 
 if TYPE_CHECKING:
@@ -23,29 +29,45 @@ def open_hub() -> Hub:
     return Hub()
 
 
+def store_of(text: str) -> tuple[Any, Any] | None:
+    """What fetches the files of a setting, `Hub` or its like, and their name there; None for a path.
+
+    Raises:
+      UserError: nothing here fetches from there.
+    """
+    if is_bucket(text):
+        return extensions.lookup("gs:// and s3://")(), text
+    name = hub_name(text)
+    return None if name is None else (open_hub(), name)
+
+
 def local_model(text: str, *, tokenizer_only: bool = False) -> str:
-    """Returns the directory of a model; fetches it first if `text` is a name on the hub.
+    """Returns the directory of a model; fetches it first if `text` is no path.
 
     Args:
-      text: path, or name on the hub.
+      text: path, name on the hub, or address in a bucket.
       tokenizer_only: the tokenizer is enough, without weights.
 
     Raises:
       UserError: the model cannot be fetched.
     """
-    name = hub_name(text)
-    return text if name is None else str(open_hub().model(name, tokenizer_only=tokenizer_only))
+    if (found := store_of(text)) is None:
+        return text
+    store, name = found
+    return str(store.model(name, tokenizer_only=tokenizer_only))
 
 
 def local_rows(text: str, splits: Sequence[str]) -> str:
-    """Returns a file or directory of rows; fetches it first if `text` is a name on the hub.
+    """Returns a file or directory of rows; fetches it first if `text` is no path.
 
     Args:
-      text: path, name of a function, or name on the hub.
+      text: path, name of a function, name on the hub, or address in a bucket.
       splits: names of the split to take, best first, if `text` names none.
 
     Raises:
       UserError: the rows cannot be fetched.
     """
-    name = hub_name(text)
-    return text if name is None else str(open_hub().rows(name, splits))
+    if (found := store_of(text)) is None:
+        return text
+    store, name = found
+    return str(store.rows(name, splits))

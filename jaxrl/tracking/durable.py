@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxrl.errors import UserError
-from jaxrl.files import open_regular
+from jaxrl.files import is_bucket, open_regular
 from jaxrl.mesh import hosts
 from jaxrl.tracking.run_folder import RunFolder
 
@@ -39,6 +39,11 @@ def ensure_writable(directory: str | os.PathLike[str]) -> None:
     Raises:
       UserError: if the folder cannot be created or is not writable.
     """
+    if is_bucket(directory):
+        raise UserError(
+            f"{os.fspath(directory)} is in a bucket, and what jaxrl writes goes to folders; name a folder on "
+            "a disk that all hosts share, or mount the bucket there (gcsfuse, mountpoint-s3)"
+        )
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:

@@ -35,6 +35,15 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
     "openenv": [["openenv==0.10.0", "openai==3.54.0"]],
     # Of the serving endpoint; transformers for its tokenizer.
     "lm_eval": [["lm-eval[api]==0.4.13", "transformers==5.24.0", "torch==2.13.0"]],
+    # Clients of buckets, and servers for them. The project's own code runs there, too.
+    "buckets": [
+        [
+            "gcsfs==2026.10.1",
+            "s3fs==2026.9.0",
+            "moto[server]==5.2.5",
+            "gcp-storage-emulator==2026.7.19",
+        ]
+    ],
     # Needs openai < 3.
     "verifiers": [["verifiers==0.4.0"]],
 }

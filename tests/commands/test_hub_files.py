@@ -7,7 +7,6 @@ import hub_server
 import jax
 import pytest
 
-from jaxrl.commands import hub_files
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import DataConfig, EvaluationSourceConfig, SourceConfig, TokenizerConfig
@@ -23,7 +22,7 @@ ROWS = b'{"problem": "1+1", "answer": "2"}\n'
 def server(tmp_path, monkeypatch):
     with hub_server.serving() as server:
         hub = Hub(endpoint=server.url, cache_dir=tmp_path)
-        monkeypatch.setattr(hub_files, "open_hub", lambda: hub)
+        monkeypatch.setattr("jaxrl.hub.local_paths.open_hub", lambda: hub)
         server.repos = {
             ("models", "me/tiny"): {
                 "config.json": b"{}",
