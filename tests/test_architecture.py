@@ -328,14 +328,14 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 31_915,
+    "lines of code of jaxrl/": 31_940,
     "files of jaxrl/": 243,
     "lines of code of its largest package": 5_860,
-    "lines of code that trainer/ imports, itself included": 27_790,
+    "lines of code that trainer/ imports, itself included": 27_815,
     "files that trainer/ imports, itself included": 202,
     "settings": 202,
     "functions per 1,000 lines of code": 87,
-    "lines of code of extensions/": 18_752,
+    "lines of code of extensions/": 18_898,
     "lines of code of jaxrl_agents": 1_795,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 339,
@@ -349,7 +349,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 50_320,
+    "lines of code of tests": 50_570,
 }
 MIN_COMMENT_PERCENT = 4.0
 
