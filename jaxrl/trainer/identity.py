@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jaxlib.version
 
 from jaxrl.config.config_tree import flatten_config, format_config
 from jaxrl.config.schema import Config
@@ -89,11 +89,11 @@ def contents_of(config: Config) -> dict[str, str]:
 
 def made_with() -> dict[str, str]:
     """Versions, code and devices, further entries of `contents_of`. With others a run is still the same."""
+    # No version of the package: a checkout may not be installed.
     code = fingerprint(pathlib.Path(__file__).parents[1], "**/*.py")
-    versions = [importlib.metadata.version(name) for name in MADE_WITH[:3]]
     devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
-    flags = os.environ.get("XLA_FLAGS", "")
-    found = f"{versions[0]} {code}", *versions[1:], platform.python_version(), flags, devices
+    versions = jax.__version__, jaxlib.version.__version__, platform.python_version()
+    found = code, *versions, os.environ.get("XLA_FLAGS", ""), devices
     return dict(zip(MADE_WITH, found, strict=True))
 
 
