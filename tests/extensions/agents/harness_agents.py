@@ -8,15 +8,15 @@ from jaxrl_agents.harnesses import run_harness
 
 # Knows nothing of jaxrl: it asks the URL that it gets, twice, and leaves a file in its workspace.
 HARNESS = r"""
-import json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request
+import json, os, pathlib, signal, sys, time, urllib.error, urllib.request
 
 kind, url, key = sys.argv[1], os.environ[sys.argv[2]], "nothing"
 if kind == "key":
     key = os.environ["OPENAI_API_KEY"]
 if kind == "stubborn":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pathlib.Path(sys.argv[3]).write_text(f"{os.getpid()} {child.pid}")
+    if child := os.fork():
+        pathlib.Path(sys.argv[3]).write_text(f"{os.getpid()} {child}")
     time.sleep(1000)
 
 def ask(messages):
