@@ -3,7 +3,7 @@
     async def agent(client, problem):              # rollout.agent = "file.py:agent"
         with tempfile.TemporaryDirectory() as workspace:
             ...                                    # put the task there
-            ended = await run_harness(client, ["mini", "--task", problem.prompt], cwd=workspace)
+            ended = await run_harness(client, ["my-harness", problem.prompt], cwd=workspace)
             return score(problem, workspace)       # after the harness, in the same place
 
 The harness gets the policy's address and the session's key in the variables of OpenAI's clients.

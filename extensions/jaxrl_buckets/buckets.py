@@ -137,7 +137,7 @@ class _Listing:
                 for each in getting:
                     each.result()
             # Another process may have been quicker.
-            with contextlib.suppress(FileExistsError, OSError):
+            with contextlib.suppress(OSError):
                 partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -55,12 +55,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(rest)
     run = StoredRun(RunFolder(args.run.absolute()))
     check_step(run, args.step)
+    here, start = _in_its_folder(run), checkpoint_before(run, args.step)
     out = (args.out or pathlib.Path(tempfile.mkdtemp(prefix="jaxrl_replay_"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise UserError(f"--out {out} is not empty; a step is made again in a new folder")
-    start = checkpoint_before(run, args.step)
-    here = _in_its_folder(run)
     config = replayed_config(run, args.step, out, overrides)
     copy_start(run, here, config, start)
     begins = f"the checkpoint of step {start}" if start else "the start"
@@ -203,11 +202,13 @@ def _link(old: str, new: str) -> None:
         shutil.copy2(old, new)
 
 
-def _arrays(directory: Any) -> Any:
+def _arrays(directory: Any) -> dict[str, np.ndarray]:
+    """The arrays of a role's checkpoint by their paths."""
     tree = ocp.PyTreeCheckpointHandler().metadata(directory).tree
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     with ocp.PyTreeCheckpointer() as reader:
-        return reader.restore(directory, restore_args=kinds)
+        found = jax.tree.leaves_with_path(reader.restore(directory, restore_args=kinds))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
 
 
 def weights_apart(before: StoredRun, now: StoredRun, step: int) -> Iterator[str]:
@@ -218,17 +219,21 @@ def weights_apart(before: StoredRun, now: StoredRun, step: int) -> Iterator[str]
     for role in sorted(path.name for path in folders[0].iterdir() if path.is_dir()):
         if role == "record":
             continue
-        leaves = [jax.tree.leaves_with_path(_arrays(folder / role)) for folder in folders]
-        apart = [
-            (float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0)), path)
-            for (path, a), (_, b) in zip(*leaves, strict=True)
-            if not np.array_equal(a, b)
-        ]
+        old, new = (_arrays(folder / role) for folder in folders)
+        gaps = {name: _gap(old.get(name), new.get(name)) for name in old | new}
+        apart = {name: gap for name, gap in gaps.items() if gap != 0}
         if not apart:
-            yield f"{role} after step {step}: {len(leaves[0])} arrays are equal"
+            yield f"{role} after step {step}: {len(old)} arrays are equal"
             continue
-        largest, path = max(apart, key=lambda found: found[0])
+        largest = max(apart, key=lambda name: apart[name])
         yield (
-            f"{role} after step {step}: {len(apart)} of {len(leaves[0])} arrays differ, most "
-            f"{jax.tree_util.keystr(path)}, by {largest:.3g}"
+            f"{role} after step {step}: {len(apart)} of {len(gaps)} arrays differ, most {largest}, by "
+            f"{apart[largest]:.3g}"
         )
+
+
+def _gap(old: np.ndarray | None, new: np.ndarray | None) -> float:
+    """The largest difference of two arrays; infinite if one is missing or has another shape."""
+    if old is None or new is None or old.shape != new.shape:
+        return np.inf
+    return float(np.abs(np.subtract(old, new, dtype=np.float64)).max(initial=0))

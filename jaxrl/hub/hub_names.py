@@ -107,7 +107,8 @@ MODEL_FILES = (
     "additional_chat_templates/*.jinja",
     "chat_template.json",
 )
-"""Patterns of what a model is fetched for: no code, no format of another program."""
+"""Patterns of the files of a model that are fetched: no code, no formats of other programs."""
+
 DATA_FILES = (".parquet", ".jsonl", ".json", ".arrow")
 
 # (subset, split) -> files

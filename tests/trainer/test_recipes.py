@@ -154,17 +154,22 @@ def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
         assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
 
 
-@pytest.mark.long
-def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
-    """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
-    changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
+def whole_and_resumed(folder, tmp_path, **changes) -> list[dict]:
+    """The rows by step of a run of three steps, and of one that goes on after its second."""
     curves = []
     for name, stops in (("whole", (3,)), ("resumed", (2, 3))):
         for steps in stops:
             config = make_config(folder, tmp_path / name, "grpo", **changes, run__num_steps=steps)
             assert program.train(config, devices=jax.devices()[:1]) == 0
         curves.append({row["step"]: row for row in curve(config)})
-    whole, resumed = curves
+    return curves
+
+
+@pytest.mark.long
+def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
+    """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
+    changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
+    whole, resumed = whole_and_resumed(folder, tmp_path, **changes)
     # An untrained policy over 288 tokens has an entropy of at most log 288 = 5.66: it is above the target.
     assert all(5.0 < row["actor/entropy"] < 5.67 for step, row in whole.items() if step)
     # The first step knows no entropy yet and has the bonus; then it rests while its coefficient falls.
@@ -192,13 +197,7 @@ def test_the_baseline_of_reinforce_is_the_average_of_earlier_steps_and_resumes(f
         "algorithm__loss_options": {},
         "rollout__num_samples": 1,
     }
-    curves = []
-    for name, stops in (("whole", (3,)), ("resumed", (2, 3))):
-        for steps in stops:
-            config = make_config(folder, tmp_path / name, "grpo", **changes, run__num_steps=steps)
-            assert program.train(config, devices=jax.devices()[:1]) == 0
-        curves.append({row["step"]: row for row in curve(config)})
-    whole, resumed = curves
+    whole, resumed = whole_and_resumed(folder, tmp_path, **changes)
     mean = {step: row.get("critic/rewards/mean") for step, row in whole.items()}
     expected = [0.0, mean[1], 0.75 * mean[1] + 0.25 * mean[2]]
     assert [whole[step]["reward/moving_average"] for step in (1, 2, 3)] == pytest.approx(expected)

@@ -4,13 +4,19 @@ import json
 import pathlib
 import shutil
 
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from digits import write_problems
 from tiny_runs import problems_in, tiny_config
 
 from jaxrl import cli
 from jaxrl.errors import EXIT_USER_ERROR
+from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.trainer import program
+from jaxrl_proofs.replay_command import weights_apart
+from jaxrl_proofs.stored_run import StoredRun
 
 REWARD = "def score(responses):\n    return [{} * len(text) for text in responses.texts]\n"
 
@@ -145,6 +151,27 @@ def test_two_runs_part_where_a_row_does(copy, made, capsys):
     assert status == 1 and "setting seed: 0 -> 1" in text
     assert "rl step 3 parts, by rounding alone, first in its update" in text
     assert "rows: rl 4 -> rl 3" in text
+
+
+def test_states_are_compared_array_by_array(tmp_path):
+    """A partial rollout's unfinished groups have other shapes in every run."""
+    same = {"a": np.arange(3.0), "b": np.zeros((2, 2), ml_dtypes.bfloat16)}
+    other = {"a": np.array([0.0, 1.0, 2.25]), "b": np.zeros((2, 2), ml_dtypes.bfloat16)}
+    longer = {"a": np.arange(4.0), "c": np.zeros(1)}
+    runs = {}
+    for name, tree in (("same", same), ("again", same), ("other", other), ("longer", longer)):
+        runs[name] = StoredRun(RunFolder(tmp_path / name))
+        with ocp.PyTreeCheckpointer() as writer:
+            writer.save(runs[name].folder.rl.checkpoints.step(4) / "actor", tree)
+
+    def told(name: str) -> list[str]:
+        return list(weights_apart(runs["same"], runs[name], 4))
+
+    assert told("again") == ["actor after step 4: 2 arrays are equal"]
+    assert told("other") == ["actor after step 4: 1 of 2 arrays differ, most ['a'], by 0.25"]
+    # Another shape, one that is gone, and a new one.
+    (line,) = told("longer")
+    assert line.startswith("actor after step 4: 3 of 3 arrays differ, most ['a'], by inf")
 
 
 @pytest.mark.parametrize(
