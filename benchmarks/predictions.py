@@ -49,7 +49,6 @@ from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
 from jaxrl.tracking import metrics as run_metrics
-from jaxrl.tracking.report.report_command import read_runs
 from jaxrl.trainer.resolved import resolve
 from jaxrl_planner.compiled.ahead import compile_program
 from jaxrl_planner.hardware.cluster import Cluster, Topology, read_topology
@@ -63,6 +62,7 @@ from jaxrl_planner.simulation.workload import (
     train_name,
 )
 from jaxrl_planner.step_load import assumptions_of, load_of
+from jaxrl_report.report_command import read_runs
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2

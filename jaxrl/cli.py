@@ -38,10 +38,7 @@ COMMANDS = {
         "how well a model answers sets of problems", "jaxrl.commands.evaluate:main"
     ),
     "browse": Command("shows the samples of a run or an evaluation"),
-    "report": Command(
-        "compares runs on one page: curves, settings, samples",
-        "jaxrl.tracking.report.report_command:main",
-    ),
+    "report": Command("compares runs on one page: curves, settings, samples"),
     "serve": Command(
         "serves a model over HTTP, by OpenAI's API or, with --tinker, by that of Tinker"
     ),

@@ -25,9 +25,11 @@ EXTENSIONS = {
     "plan": "jaxrl_planner.plan_command:main",
     "rehearse": "jaxrl_pods.rehearse:main",
     "replay": "jaxrl_proofs.replay_command:main",
+    "report": "jaxrl_report.report_command:main",
     "serve": "jaxrl_serving.serve_command:main",
-    # Flags of commands.
+    # Flags of commands, and what stands in place of a path.
     "serve --tinker": "jaxrl_tinker.server:main",
+    "a name on the Hugging Face hub": "jaxrl_hub.downloads:Hub",
     "gs:// and s3://": "jaxrl_buckets.buckets:Buckets",
     "data --pass_rate and --rewrite_answers": "jaxrl_cleaning.data_cleaning:clean",
     "train --dry_run": "jaxrl_planner.plan_command:show_traced",
@@ -37,11 +39,13 @@ EXTENSIONS = {
     "reward.grader='code'": "jaxrl_code.code_grader:CodeGrader",
     "reward.grader='math'": "jaxrl_answers.math_grader:MathGrader",
     "reward.grader='math_verify'": "jaxrl_answers.math_verify_grader:MathVerifyGrader",
+    "reward.grader='reasoning_gym'": "jaxrl_code.reasoning_gym_grader:ReasoningGymGrader",
     "SmolLM2-135M-Instruct": "jaxrl_smollm2.smollm2:fetch",
     "rollout.agent": "jaxrl_agents.agent_backend:AgentBackend",
     # Python.
     "OpenRun.serve": "jaxrl_agents.served:served",
-    # What a run prints at its end, if the package is there.
+    # What a run writes or prints at its end, if the package is there.
+    "the report of a run": "jaxrl_report.run_report:write_run_report",
     "the planned peak memory": "jaxrl_planner.make_plan:peak_memory_line",
 }
 """What a user names -> "package.module:function"."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxrl import extensions
+from jaxrl.tracking.run_folder import RunFolder
 
 
 def of_extension(path: str) -> Callable[..., Any]:
@@ -21,6 +22,13 @@ def of_extension(path: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     return call
+
+
+def report_of(folder: RunFolder) -> str:
+    """The page that a run has written. Skips what is left of a test if its extension was removed."""
+    if not extensions.is_installed("report"):
+        pytest.skip("extensions/jaxrl_report was removed")
+    return folder.report.read_text()
 
 
 def needs(entry: str) -> pytest.MarkDecorator:

@@ -31,8 +31,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl.files import open_file
 from jaxrl.tracking.readable import visible
-from jaxrl.tracking.report.page import environment_of
 from jaxrl.tracking.sample_rows import TOKEN_STRINGS, read_head
+from jaxrl_report.page import environment_of
 
 # Number of characters of a text that are searched. The pages also show the rest.
 _SEARCHED_CHARS = 100_000

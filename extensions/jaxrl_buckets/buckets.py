@@ -51,7 +51,7 @@ _ROWS = (
 
 
 class Buckets:
-    """Fetches what settings name in buckets. The methods are those of `jaxrl.hub.downloads.Hub`."""
+    """Fetches what settings name in buckets. The methods are those of `jaxrl_hub.downloads.Hub`."""
 
     def check_model(self, url: str, *, tokenizer_only: bool = False) -> None:
         """Raises UserError unless `model` would find its files."""

@@ -1,6 +1,6 @@
 """The grader `code`: runs programs that a model wrote against unit tests, in a sandbox.
 
-A worker of the pool starts a sandbox (`jaxrl.rewards.sandbox`) for each response. `unit_tests` reads tests.
+A worker of the pool starts a sandbox (`jaxrl_code.sandbox`) for each response. `unit_tests` reads tests.
 
     a program prints        a sandbox runs it with each input   ->  its output, compared here
     functions are called    a sandbox runs program and calls    ->  values  ->  another one runs the tests
@@ -32,9 +32,9 @@ from jaxrl.rewards.grading import (
     refusal,
 )
 from jaxrl.rewards.reward_config import SandboxChoice
-from jaxrl.rewards.sandbox import logged_choice, sandbox_called
-from jaxrl.rewards.sandbox.native import Sandbox, SandboxLimits
 from jaxrl_code import calls as sandbox_calls
+from jaxrl_code.sandbox import logged_choice, sandbox_called
+from jaxrl_code.sandbox.native import Sandbox, SandboxLimits
 from jaxrl_code.unit_tests import FIELDS, IMPORTS, UnitTests, read_tests
 
 _MAX_CODE_CHARS = 100_000

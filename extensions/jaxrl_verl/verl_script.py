@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.sandbox.native import READABLE, Bubblewrap, SandboxUnavailable
+from jaxrl_code.sandbox.native import READABLE, Bubblewrap, SandboxUnavailable
 
 SECONDS = 10
 """How long a script may run. Nothing in it waits, so most end in milliseconds."""

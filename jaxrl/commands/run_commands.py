@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 
 import jax
 
 from jaxrl import extensions
 from jaxrl.commands.hub_files import with_hub_files
-from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.curriculum import load_sampler
 from jaxrl.data.data_config import EvaluationSourceConfig
@@ -27,11 +25,11 @@ from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.findings import REINFORCEMENT, Faults, find_packages
 from jaxrl.trainer.open_settings import resolved, with_cpu_devices
-from jaxrl.trainer.run_files import stage_folders
 from jaxrl.trainer.run_rewards import needs_truths
 from jaxrl.user_code import load_agent, load_function
 
 _PEAK_MEMORY = "the planned peak memory"
+_REPORT = "the report of a run"
 
 
 @must_return()
@@ -121,23 +119,6 @@ def _check_source(source: EvaluationSourceConfig, *, needs_truth: bool) -> None:
         check_file(source, needs_truth=needs_truth)
 
 
-def write_report(run: RunContext) -> pathlib.Path:
-    """Writes the report of a whole run as one HTML page; returns its path."""
-    # Imported late: the plotting libraries take a second to import.
-    from jaxrl.tracking.report.page import write_run_report
-
-    config = run.config
-    kind = run.meshes["actor"].devices.flat[0].device_kind
-    return write_run_report(
-        config.run_folder,
-        stage_folders(config),
-        title=f"{config.name}, seed {config.seed}",
-        config_text=format_config(config),
-        accepts_lost_rows=config.run.resume == "accept_lost_rows",
-        evaluation_sources=run.evaluation_prompts.sources,
-        num_samples=config.evaluation.num_samples,
-        facts=(
-            ("parameters", f"{run.model.num_params:,}"),
-            ("devices", f"{run.placement.num_devices} x {kind}"),
-        ),
-    )
+def write_report(run: RunContext) -> str:
+    """Writes the report of a whole run, if its package is there; returns the line to print."""
+    return f"report: {extensions.lookup(_REPORT)(run)}" if extensions.is_installed(_REPORT) else ""

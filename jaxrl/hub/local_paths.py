@@ -1,32 +1,26 @@
 """Turns what a setting names into a path on this machine: a path stays, the rest is fetched.
 
-Qwen/Qwen2.5-7B      by the Hugging Face hub
+Qwen/Qwen2.5-7B      by `extensions/jaxrl_hub`
 gs://bucket/qwen     by `extensions/jaxrl_buckets`
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl import extensions
 from jaxrl.files import is_bucket
 from jaxrl.hub.hub_names import hub_name
-
-if TYPE_CHECKING:
-    from jaxrl.hub.downloads import Hub
 
 # Names of splits to train on and to evaluate with, best first.
 TRAINING = ("train",)
 EVALUATION = ("test", "validation")
 
 
-def open_hub() -> Hub:
+def open_hub() -> Any:
     """Returns the hub of `HF_ENDPOINT`, with the cache of `HF_HOME`."""
-    # Imported here: most runs name paths, and need no `huggingface_hub`.
-    from jaxrl.hub.downloads import Hub
-
-    return Hub()
+    return extensions.lookup("a name on the Hugging Face hub")()
 
 
 def store_of(text: str) -> tuple[Any, Any] | None:

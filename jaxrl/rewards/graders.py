@@ -97,7 +97,7 @@ GRADERS: dict[str, GraderKind] = {
     ),
     "code": GraderKind("reward.grader='code'", "a fenced block of Python code", in_pool=True),
     "reasoning_gym": GraderKind(
-        "reasoning_gym_grader:ReasoningGymGrader",
+        "reward.grader='reasoning_gym'",
         f"<answer>42</answer>, or {_FINAL_ANSWER}",
         in_pool=True,
         package="reasoning_gym",

@@ -51,8 +51,8 @@ def start(config: Config) -> None:
     hosts.start(config.hosts)
 
 
-Report = Callable[[RunContext], pathlib.Path]
-"""Writes the report of a run and returns its path. It changes no training, so the commands pass it in."""
+Report = Callable[[RunContext], str]
+"""Writes the report of a run; returns the line to print. It changes no training, so commands pass it in."""
 
 
 class Training(NamedTuple):
@@ -193,4 +193,4 @@ def train(
 
 def _report_line(run: RunContext, report: Report | None) -> str:
     """Writes the report in the first process; returns the line to print."""
-    return f"report: {report(run)}" if report is not None and hosts.is_first() else ""
+    return report(run) if report is not None and hosts.is_first() else ""

@@ -11,9 +11,9 @@ from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import DataConfig, EvaluationSourceConfig, SourceConfig, TokenizerConfig
 from jaxrl.errors import UserError
-from jaxrl.hub.downloads import Hub
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.rewards.reward_config import RewardConfig
+from jaxrl_hub.downloads import Hub
 
 ROWS = b'{"problem": "1+1", "answer": "2"}\n'
 

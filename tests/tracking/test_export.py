@@ -17,7 +17,6 @@ from jaxrl.config.schema import Config
 from jaxrl.config.shapes import check_weights
 from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
-from jaxrl.hub.downloads import Hub
 from jaxrl.mesh.pools import take_devices
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
@@ -34,6 +33,7 @@ from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.roles import role_models
 from jaxrl.trainer.supervised import load_or_init
+from jaxrl_hub.downloads import Hub
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8

@@ -1,6 +1,7 @@
 """What a run will ask for late is looked up before it trains anything, and told all at once."""
 
 import dataclasses
+import importlib
 import json
 import re
 
@@ -16,8 +17,6 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards import sandbox
-from jaxrl.rewards.sandbox.native import SandboxUnavailable
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(
@@ -172,9 +171,11 @@ def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):
 @needs("reward.grader='code'")
 @pytest.mark.parametrize("setting", ["reward__grader", "data__train__grader"])
 def test_code_without_a_sandbox_is_refused_first(run, setting, monkeypatch):
+    sandbox = importlib.import_module("jaxrl_code.sandbox")
+
     class Absent:
         def check(self):
-            raise SandboxUnavailable("is not installed")
+            raise sandbox.SandboxUnavailable("is not installed")
 
     Absent.name = "bubblewrap"
     monkeypatch.setattr(sandbox, "SANDBOXES", {"bubblewrap": Absent})

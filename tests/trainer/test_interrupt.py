@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from beside import report_of
 from processes import started
 from recipe_files import write_recipe_file
 from test_program import make_config, problems, warm, whole  # noqa: F401
@@ -156,5 +157,5 @@ def test_a_long_compilation_does_not_keep_a_run_alive(tmp_path, problems, whole)
     assert process.returncode == EXIT_TRY_AGAIN, err
     assert "stopped by SIGTERM in the middle of a step" in err
     assert "the last checkpoint is of step 1" in out
-    assert config.run_folder.report.read_text().count("<svg") >= 1
+    assert report_of(config.run_folder).count("<svg") >= 1
     assert read_metrics(log)[-1]["step"] == 1

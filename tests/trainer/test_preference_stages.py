@@ -6,6 +6,7 @@ import shutil
 
 import jax
 import pytest
+from beside import report_of
 
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config, EvaluationConfig, PreferenceConfig
@@ -105,7 +106,7 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     stored = read_config(config.run_folder.trained_model)
     assert stored.num_scores == 1 and stored.num_layers == MODEL.num_layers
     assert (config.run_folder.trained_model / "tokenizer.json").exists()
-    assert "<svg" in (config.run_folder.path / "report.html").read_text()
+    assert "<svg" in report_of(config.run_folder)
 
 
 @pytest.mark.slow

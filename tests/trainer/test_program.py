@@ -9,6 +9,7 @@ import signal
 
 import jax
 import pytest
+from beside import needs, report_of
 from closeness import assert_close
 from digits import write_problems
 from tiny_runs import problems_in, tiny_config
@@ -31,7 +32,6 @@ from jaxrl.rollout.sampling import truncation_of
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.metrics import read_metrics, without_timings
-from jaxrl.tracking.report.page import evaluation_lines
 from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
 from jaxrl.trainer.resolved import resolve
@@ -121,32 +121,11 @@ def test_a_run_leaves_its_record(whole):
     # The sampler and the trainer are one model: their probabilities agree to rounding.
     assert last["training/rollout_probs_diff_max"] < 1e-4
     assert last["actor/first_ppo_kl"] == pytest.approx(0.0, abs=1e-6)
-    page = (whole.run_folder.path / "report.html").read_text()
+    assert list((whole.run_folder.path / "rl" / "tensorboard").iterdir())
+    page = report_of(whole.run_folder)
     assert "Answer:" in page and "<svg" in page
     assert "evaluation accuracy before training" in page
     assert "evaluation accuracy after step 4 (± standard error)<" in page
-    assert list((whole.run_folder.path / "rl" / "tensorboard").iterdir())
-
-
-def test_the_report_says_which_step_was_evaluated():
-    key = "val-core/sums/acc/mean@2"
-    rows = [{"step": 0, key: 0.25}, {"step": 1}, {"step": 2, key: 0.5}, {"step": 3}]
-    lines = evaluation_lines(rows, ("sums", "sums"), num_samples=2)
-    assert lines == [
-        ("evaluation accuracy before training", "25.0%"),
-        ("evaluation accuracy after step 2 of 3, where it was last evaluated", "50.0%"),
-    ]
-    assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1:] == [
-        ("evaluation accuracy after step 2", "50.0%")
-    ]
-    assert evaluation_lines(rows[:2], ("sums",), num_samples=2) == [
-        ("evaluation accuracy before training", "25.0%")
-    ]
-    rows[2]["val-aux/sums/acc/mean@2/stderr"] = 0.0625
-    last = ("evaluation accuracy after step 2 (± standard error)", "50.0% ± 6.2%")
-    assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1] == last
-    both = evaluation_lines(rows, ("sums", "words"), num_samples=2)
-    assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2
 
 
 @pytest.mark.long
@@ -196,7 +175,7 @@ def test_a_longer_run_goes_on_to_the_same_curve_and_evaluates_each_last_step_onc
     evaluated = [row["step"] for row in curve(config) if ACCURACY in row]
     assert evaluated == [0, 2, 3]
     last = "evaluation accuracy after step 3 (± standard error)<"
-    assert last in config.run_folder.report.read_text()
+    assert last in report_of(config.run_folder)
     config = make_config(tmp_path, problems, num_steps=4)
     program.train(config, devices=one_device(), report=write_report)
     rows = curve(config)
@@ -242,7 +221,7 @@ def test_signal_saves_and_the_next_run_goes_on(tmp_path, problems, whole, monkey
         ended = program.train(config, devices=one_device(), report=write_report)
     assert ended == EXIT_TRY_AGAIN
     assert curve(config)[-1]["step"] == 2
-    assert "<svg" in config.run_folder.report.read_text()
+    assert "<svg" in report_of(config.run_folder)
     assert program.train(config, devices=one_device(), report=write_report) == 0
     assert curve(config) == curve(whole)
 
@@ -265,7 +244,7 @@ def test_a_run_from_weights_keeps_and_shows_their_shape(tmp_path, problems, whol
         assert program.train(config, devices=one_device(), report=write_report) == 0
         kept = config.run_folder.config.read_text().splitlines()
         assert {"model.num_layers = 2", "model.d_model = 32", "model.vocab_size = 288"} < set(kept)
-        assert "model.d_model = 32" in (config.run_folder.path / "report.html").read_text()
+        assert "model.d_model = 32" in report_of(config.run_folder)
     assert "other settings" not in caplog.text
 
 
@@ -328,7 +307,7 @@ def test_a_damaged_file_of_samples_costs_the_report_its_answers(content, tmp_pat
     shutil.copytree(whole.run_folder.path, config.run_folder.path)
     config.run_folder.samples("before").write_text(content)
     assert program.train(config, devices=one_device(), report=write_report) == 0
-    assert "<svg" in config.run_folder.report.read_text()
+    assert "<svg" in report_of(config.run_folder)
 
 
 def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path, problems, whole):
@@ -389,7 +368,7 @@ def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
     config = dataclasses.replace(config, run=accepting)
     assert program.train(config, devices=one_device(), report=write_report) == 0
     assert "sft/metrics.jsonl has other content than" in caplog.text
-    assert "<svg" in config.run_folder.report.read_text()
+    assert "<svg" in report_of(config.run_folder)
 
 
 def test_a_second_run_in_the_folder_is_refused(whole):
@@ -417,7 +396,7 @@ def test_a_shared_sft_stage_is_trained_by_one_and_read_by_all(tmp_path, problems
     assert curve(config) == curve(whole)[1:2]
     said = "data.evaluation names no problems, so there is no accuracy"
     assert f"evaluation: none: {said}" in capsys.readouterr().out
-    assert said in config.run_folder.report.read_text()
+    assert said in report_of(config.run_folder)
 
 
 REWARDS = """
@@ -617,6 +596,7 @@ def test_a_run_keeps_samples_to_look_at(whole):
 # A full disk
 
 
+@needs("report")
 def test_files_of_the_run_and_its_report(disk, problems, whole):
     """A finished run writes its report again, and then its settings."""
     disk.resize(10**8)

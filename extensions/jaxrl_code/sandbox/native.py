@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
-from jaxrl.rewards.sandbox import lockdown
+from jaxrl_code.sandbox import lockdown
 
 MAX_OUTPUT_BYTES = 1 << 20
 """Bytes kept of each output stream of a program. A program that prints more may be ended."""

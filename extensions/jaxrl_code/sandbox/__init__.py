@@ -14,7 +14,7 @@ import functools
 import logging
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.sandbox.native import (
+from jaxrl_code.sandbox.native import (
     Bubblewrap,
     Landlock,
     Sandbox,

@@ -9,7 +9,7 @@ from report_page import check_page
 
 from jaxrl import cli
 from jaxrl.errors import EXIT_USER_ERROR
-from jaxrl.tracking.report.report_command import labels_of
+from jaxrl_report.report_command import labels_of
 
 ATTACK = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
 

@@ -37,15 +37,8 @@ from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 
 from jaxrl.errors import UserError
-from jaxrl.hub.hub_names import (
-    DATA_FILES,
-    MODEL_FILES,
-    HubName,
-    choose_files,
-    declared_splits,
-    fetch_hint,
-    inferred_splits,
-)
+from jaxrl.hub.hub_names import MODEL_FILES, HubName, fetch_hint
+from jaxrl_hub.splits import DATA_FILES, choose_files, declared_splits, inferred_splits
 
 Kind = Literal["model", "dataset"]
 

@@ -23,8 +23,8 @@ from processes import started, wait_for
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
-from jaxrl.rewards import sandbox as choosing
-from jaxrl.rewards.sandbox import (
+from jaxrl_code import sandbox as choosing
+from jaxrl_code.sandbox import (
     SANDBOXES,
     check_landlock,
     choose_sandbox,
@@ -32,7 +32,7 @@ from jaxrl.rewards.sandbox import (
     logged_choice,
     native,
 )
-from jaxrl.rewards.sandbox.native import SandboxLimits, SandboxUnavailable, run_forked
+from jaxrl_code.sandbox.native import SandboxLimits, SandboxUnavailable, run_forked
 
 LIMITS = SandboxLimits(seconds=2.0)
 REAL = [name for name in SANDBOXES if name != "none"]
@@ -460,8 +460,8 @@ def read_if_there(path):
 def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
     """A worker is killed when its own time is over, or with the run."""
     waiter = (
-        "from jaxrl.rewards.sandbox import SANDBOXES\n"
-        "from jaxrl.rewards.sandbox.native import SandboxLimits\n"
+        "from jaxrl_code.sandbox import SANDBOXES\n"
+        "from jaxrl_code.sandbox.native import SandboxLimits\n"
         f"SANDBOXES[{sandbox.name!r}]().run('import time\\n"
         "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"
     )
@@ -590,7 +590,7 @@ def test_where_bubblewrap_cannot_be_started_the_next_sandbox_is_tried(
 
 def test_a_kernel_without_landlock_is_named(monkeypatch):
     for version, words in ((0, "has no Landlock"), (2, "has version 2")):
-        monkeypatch.setattr("jaxrl.rewards.sandbox.lockdown.landlock_version", lambda v=version: v)
+        monkeypatch.setattr("jaxrl_code.sandbox.lockdown.landlock_version", lambda v=version: v)
         assert words in works("landlock")
 
 

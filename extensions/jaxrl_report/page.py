@@ -1,4 +1,4 @@
-"""Writes the report of a run, from the files of its folder, and the comparison of several runs.
+"""Lays out the report of a run, and the comparison of several runs.
 
 Both are one HTML page, of one template (`page.html`). Equal input gives equal bytes. Prompts and responses
 are untrusted: the template escapes all values except the plots, and the page's content security policy
@@ -11,20 +11,17 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
-import numpy as np
 
-from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.files import read_text
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr, read_metrics
+from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr
 from jaxrl.tracking.readable import visible
-from jaxrl.tracking.report.plots import Plot, Rows, compared_plots, draw_svg, plots_of
-from jaxrl.tracking.run_folder import RunFolder, StageFolder
+from jaxrl.tracking.run_folder import RunFolder
+from jaxrl_report.plots import Plot, Rows, compared_plots, draw_svg, plots_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +133,7 @@ def write_comparison(
 
 
 def _write_page(path: str | os.PathLike[str], **values: Any) -> None:
-    page = environment_of("jaxrl.tracking.report").get_template("page.html").render(**values)
+    page = environment_of("jaxrl_report").get_template("page.html").render(**values)
     write_atomically(path, page.encode("utf-8", errors="backslashreplace"))
 
 
@@ -167,7 +164,7 @@ def environment_of(package: str) -> jinja2.Environment:
         loader=jinja2.ChoiceLoader(
             [
                 jinja2.PackageLoader(name, package_path="")
-                for name in dict.fromkeys((package, "jaxrl.tracking.report"))
+                for name in dict.fromkeys((package, "jaxrl_report"))
             ]
         ),
         autoescape=True,
@@ -199,38 +196,6 @@ def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
         return []
 
 
-def evaluation_lines(
-    rows: Rows, sources: Sequence[str], *, num_samples: int
-) -> list[tuple[str, str]]:
-    """Describes the first and the last evaluation for the report, each with its step.
-
-    Args:
-      rows: rows of the log.
-      sources: names of the evaluated data sets; duplicates are allowed.
-      num_samples: number of answers per prompt.
-    """
-    names = list(dict.fromkeys(sources))
-    if not names:
-        return [("evaluation", NO_EVALUATION)]
-    lines = []
-    for name in names:
-        accuracy = f"{name}/acc/mean@{num_samples}"
-        of = "" if len(names) == 1 else f" on {name}"
-        scored = (row for row in rows if f"val-core/{accuracy}" in row)
-        # An evaluation beside a step is of the weights before it.
-        found = {int(row.get("val-aux/version", row["step"])): row for row in scored}
-        # The first and the last evaluation; a run with one has it once.
-        for step in dict.fromkeys([*found][:1] + [*found][-1:]):
-            when = f"after step {step:,}" if step else "before training"
-            last = int(rows[-1]["step"])
-            if step and step == max(found) and step < last:
-                when += f" of {last:,}, where it was last evaluated"
-            shown = shown_accuracy(found[step], f"{name} mean@{num_samples}")
-            error = " (± standard error)" if "±" in shown else ""
-            lines.append((f"evaluation accuracy{of} {when}{error}", shown))
-    return lines
-
-
 def shown_accuracy(row: Mapping[str, Any], name: str) -> str:
     """An accuracy with its standard error: "78.9% ± 4.4%". A single problem has no error.
 
@@ -240,68 +205,3 @@ def shown_accuracy(row: Mapping[str, Any], name: str) -> str:
     """
     stderr = evaluation_stderr(row).get(name)
     return f"{evaluation_accuracy(row)[name]:.1%}" + ("" if stderr is None else f" ± {stderr:.1%}")
-
-
-def write_run_report(
-    folder: RunFolder,
-    stages: Mapping[str, StageFolder],
-    *,
-    title: str,
-    config_text: str,
-    accepts_lost_rows: bool,
-    evaluation_sources: Sequence[str],
-    num_samples: int,
-    facts: Sequence[tuple[str, str]],
-) -> pathlib.Path:
-    """Writes the report as one HTML page; returns its path.
-
-    Args:
-      folder: folder of the run.
-      stages: folder of each stage, by section title; reinforcement learning first.
-      title: title of the page.
-      config_text: settings of the run, as text.
-      accepts_lost_rows: whether to continue if rows of the metrics are damaged.
-      evaluation_sources: names of the evaluation's data sets, one per problem.
-      num_samples: number of answers per evaluation problem.
-      facts: further headline numbers.
-    """
-    rows = {
-        name: read_metrics(stage.metrics, skips_damaged=accepts_lost_rows)
-        for name, stage in stages.items()
-        if stage.metrics.exists()
-    }
-    rl = rows.get(next(iter(stages)), [])
-    # A supervised run may have no problems; then accuracy is left out.
-    accuracy = evaluation_lines(rl, evaluation_sources, num_samples=num_samples) if rl else []
-    lengths = []
-    for name, found in rows.items():
-        if found:
-            # The log may have a row only every few steps.
-            seconds = [row["timing_s/step"] for row in found if "timing_s/step" in row]
-            step = found[-1]["step"]
-            minutes = float(np.mean(seconds)) * step / 60 if seconds else 0.0
-            lengths.append((f"{name}, steps and minutes", f"{step:,}, {minutes:.1f}"))
-    before, after = (stored_samples(folder, when) for when in ("before", "after"))
-    pairs = list(zip(before, after, strict=False))
-    if before and after and len(before) != len(after):
-        logger.warning("%s has %d and %d answers", folder, len(before), len(after))
-        pairs = []
-    write_report(
-        folder.report,
-        title=title,
-        summary=[*accuracy, *lengths, *facts],
-        sections=[(name, found) for name, found in rows.items() if found],
-        samples=[
-            PromptResponses(
-                before["prompt"],
-                before["answer"],
-                [
-                    (heading, Response(sample["text"], sample["correct"]))
-                    for heading, sample in (("Before", before), ("After", after))
-                ],
-            )
-            for before, after in pairs
-        ],
-        config_text=config_text,
-    )
-    return folder.report

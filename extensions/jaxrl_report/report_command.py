@@ -24,7 +24,9 @@ from jaxrl.flags import command_parser
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.metrics import evaluation_accuracy, read_metrics
 from jaxrl.tracking.readable import number
-from jaxrl.tracking.report.page import (
+from jaxrl.tracking.run_folder import RunFolder, parse_config
+from jaxrl.tracking.sample_rows import read_head
+from jaxrl_report.page import (
     PromptResponses,
     Response,
     Rows,
@@ -32,9 +34,7 @@ from jaxrl.tracking.report.page import (
     stored_samples,
     write_comparison,
 )
-from jaxrl.tracking.report.plots import NUM_COLORS
-from jaxrl.tracking.run_folder import RunFolder, parse_config
-from jaxrl.tracking.sample_rows import read_head
+from jaxrl_report.plots import NUM_COLORS
 
 Table = list[tuple[str, list[str]]]
 # (key of the problem, prompt, answer) -> text of a response, correct

@@ -20,8 +20,8 @@ from jaxrl.rewards.grading import (
     marked,
 )
 from jaxrl.rewards.reward_config import SandboxChoice
-from jaxrl.rewards.sandbox import check_landlock
-from jaxrl.rewards.sandbox.native import SandboxLimits, run_forked
+from jaxrl_code.sandbox import check_landlock
+from jaxrl_code.sandbox.native import SandboxLimits, run_forked
 
 # No answer to a puzzle needs these. Some scorers evaluate the answer, and these would let it do anything.
 _CODE = re.compile(

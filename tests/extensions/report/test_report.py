@@ -5,8 +5,9 @@ import re
 import numpy as np
 from report_page import check_page
 
-from jaxrl.tracking.report import plots
-from jaxrl.tracking.report.page import PromptResponses, Response, write_report
+from jaxrl_report import plots
+from jaxrl_report.page import PromptResponses, Response, write_report
+from jaxrl_report.run_report import evaluation_lines
 
 
 def _rl_rows(num_steps=40):
@@ -157,3 +158,24 @@ def test_samples_stand_side_by_side_with_their_marks(tmp_path):
 def test_a_long_run_stays_small(tmp_path):
     rows = [{"step": s, "actor/entropy": float(s % 7)} for s in range(20_000)]
     assert len(_write(tmp_path / "report.html", sections=[("DAPO", rows)])) < 1_000_000
+
+
+def test_the_report_says_which_step_was_evaluated():
+    key = "val-core/sums/acc/mean@2"
+    rows = [{"step": 0, key: 0.25}, {"step": 1}, {"step": 2, key: 0.5}, {"step": 3}]
+    lines = evaluation_lines(rows, ("sums", "sums"), num_samples=2)
+    assert lines == [
+        ("evaluation accuracy before training", "25.0%"),
+        ("evaluation accuracy after step 2 of 3, where it was last evaluated", "50.0%"),
+    ]
+    assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1:] == [
+        ("evaluation accuracy after step 2", "50.0%")
+    ]
+    assert evaluation_lines(rows[:2], ("sums",), num_samples=2) == [
+        ("evaluation accuracy before training", "25.0%")
+    ]
+    rows[2]["val-aux/sums/acc/mean@2/stderr"] = 0.0625
+    last = ("evaluation accuracy after step 2 (± standard error)", "50.0% ± 6.2%")
+    assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1] == last
+    both = evaluation_lines(rows, ("sums", "words"), num_samples=2)
+    assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2

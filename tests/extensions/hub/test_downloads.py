@@ -18,9 +18,10 @@ from huggingface_hub import constants
 
 from jaxrl.data.rows import open_rows
 from jaxrl.errors import UserError
-from jaxrl.hub import downloads
-from jaxrl.hub.downloads import Hub
-from jaxrl.hub.hub_names import HubName, hub_name, inferred_splits
+from jaxrl.hub.hub_names import HubName, hub_name
+from jaxrl_hub import downloads
+from jaxrl_hub.downloads import Hub
+from jaxrl_hub.splits import inferred_splits
 
 SLEEP = time.sleep
 WEIGHTS = bytes(range(256)) * 4000
@@ -414,7 +415,8 @@ def test_a_hub_that_does_not_end_its_answer_is_left(server, hub, monkeypatch, ki
 def test_a_process_that_leaves_a_hub_ends(server, tmp_path):
     server.odd = {"/resolve/": rude_to_files("dripping")}
     program = (
-        "from jaxrl.hub import downloads, hub_names\n"
+        "from jaxrl.hub import hub_names\n"
+        "from jaxrl_hub import downloads\n"
         "downloads.STALL_S = 1.0\n"
         f"hub = downloads.Hub(endpoint={server.url!r}, cache_dir={str(tmp_path)!r})\n"
         "hub.model(hub_names.HubName('me/tiny'))\n"
