@@ -88,7 +88,7 @@ def serving_sessions(
 ) -> Iterator[tuple[str, list[Session], Sessions]]:
     """Runs the endpoint of agents; gives its address, some open sessions, and the object that has them."""
     chat, sessions = ChatModel(tokenizer), Sessions(600.0)
-    opened = [Session(0, n, 7, {}, Conversation(chat)) for n in range(count)]
+    opened = [Session(0, n, 7, {}, {"": Conversation(chat)}) for n in range(count)]
     sessions.open(opened)
     prompts = SessionPrompts(chat, sessions, most_turns=most_turns)
     driver = ScriptedDriver(tokenizer, say)

@@ -73,6 +73,7 @@ class AgentBackend:
         self.metrics: Mapping[str, float] = {}
         self.samplers = tuple(range(hosts.num_processes()))
         self._settings = settings
+        self._roles = settings.agent_roles or ("",)
         self._tokenizer = tokenizer
         self._model = ChatModel(tokenizer)
         # Errors that were logged.
@@ -137,8 +138,10 @@ class AgentBackend:
                 if n in missing:
                     missing.remove(n)
                     if on_group is not None:
-                        on_group(self._groups[n].whole)
-        completions = Completions.concatenate([self._groups.pop(n).whole for n in own])
+                        for group in self._groups[n].completions:
+                            on_group(group)
+        groups = (self._groups.pop(n) for n in own)
+        completions = Completions.concatenate([x for group in groups for x in group.completions])
         self.metrics = self.take_metrics()
         return completions
 
@@ -271,7 +274,7 @@ class AgentBackend:
                 self._told.add(error)
                 text = "\n".join(filter(None, [error, tally.tracebacks[error].rstrip()]))
                 _LOG.warning("%d agents failed, most of them so: %s", tally.errors.total(), text)
-        self._any_ended |= tally.errors.total() < tally.total
+        self._any_ended |= tally.failed < tally.total
         # Only before any agent has ended: later a whole batch may fail because a tool is away.
         if tally.total and not self._any_ended:
             raise UserError(
@@ -287,7 +290,7 @@ class AgentBackend:
         made = []
         for i in range(len(prompts)):
             n, prompt = next(self._numbers), prompts.take([i])
-            group = new_group(n, prompt, options, self._model, self._settings.history)
+            group = new_group(n, prompt, options, self._model, self._settings.history, self._roles)
             self._groups[n] = group
             self._unopened += group.sessions.values()
             made.append(n)
@@ -315,11 +318,13 @@ class AgentBackend:
         # Only the first process has sessions; all complete the same groups, in the same order.
         ended = hosts.on_first(self._ended)
         for n, talks in ended:
-            self._groups[n].talks = {g: Talk.of_plain(talk) for g, talk in enumerate(talks)}
+            self._groups[n].talks = {
+                g: tuple(map(Talk.of_plain, of_roles)) for g, of_roles in enumerate(talks)
+            }
             self._complete(n)
         return [n for n, _ in ended]
 
-    def _ended(self) -> list[tuple[int, list[dict[str, Any]]]]:
+    def _ended(self) -> list[tuple[int, list[list[dict[str, Any]]]]]:
         """Groups of which the last session has ended, as plain data for all processes."""
         assert self._endpoint is not None, "only the first process is asked"
         numbers = []
@@ -327,15 +332,12 @@ class AgentBackend:
             group = self._groups.get(session.prompt)
             if group is None:
                 continue  # it was dropped
-            talk = group.talks[session.sample] = Talk.of(session)
-            self._tally.add(session, talk)
+            talks = group.talks[session.sample] = Talk.all_of(session)
+            self._tally.add(session, talks)
             if len(group.talks) == group.num_samples:
                 numbers.append(session.prompt)
-        talks = [self._groups[n].talks for n in numbers]
-        return [
-            (n, [some[g].to_plain() for g in sorted(some)])
-            for n, some in zip(numbers, talks, strict=True)
-        ]
+        found = [(n, self._groups[n].talks) for n in numbers]
+        return [(n, [[x.to_plain() for x in some[g]] for g in sorted(some)]) for n, some in found]
 
     def _complete(self, n: int) -> None:
         """Makes the completions of a group whose sessions have all ended."""
@@ -343,7 +345,10 @@ class AgentBackend:
         # By sample, not by the order in which the agents have ended.
         talks = [group.talks[g] for g in sorted(group.talks)]
         decode = self._tokenizer.decode_batch
-        group.completions = group_of(group.prompts, talks, group.step, decode)
+        group.completions = tuple(
+            group_of(group.prompts, of_role, group.step, decode, role)
+            for role, of_role in zip(self._roles, zip(*talks, strict=True), strict=True)
+        )
         if n in self.lasting:
             self.finished.append(n)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,16 +39,16 @@ class AgentGroup:
       num_samples: G.
       step: training step that started it; its sampling keys use this step until it ends.
       sessions: its G sessions; none for samples that had ended in an earlier run.
-      talks: what ended sessions have left, by sample.
-      completions: the whole group, once all have ended.
+      talks: what ended sessions have left, by sample, of each role.
+      completions: the whole group of each role, once all have ended.
     """
 
     prompts: Prompts
     num_samples: int
     step: int
     sessions: dict[int, Session]
-    talks: dict[int, Talk]
-    completions: Completions | None = None
+    talks: dict[int, tuple[Talk, ...]]
+    completions: tuple[Completions, ...] = ()
 
     @property
     def prompt_id(self) -> int:
@@ -55,9 +56,9 @@ class AgentGroup:
 
     @property
     def whole(self) -> Completions:
-        """The completions of a finished group."""
-        assert self.completions is not None, "not all of its sessions have ended"
-        return self.completions
+        """The completions of a finished group of an agent without roles."""
+        (whole,) = self.completions
+        return whole
 
     @property
     def oldest_version(self) -> int:
@@ -65,7 +66,8 @@ class AgentGroup:
         found: list[int] = []
         for g in range(self.num_samples):
             if g in self.talks:
-                versions = [x.version[x.mask > 0] for x in self.talks[g].branches]
+                branches = (x for talk in self.talks[g] for x in talk.branches)
+                versions = [x.version[x.mask > 0] for x in branches]
                 found += [int(each.min()) for each in versions if len(each)]
                 continue
             session = self.sessions[g]
@@ -82,8 +84,9 @@ class AgentGroup:
             sample, asked = Sample(0, g, self.step), []
             sample.finished = g in self.talks
             if sample.finished:
-                parts = [x[x.mask > 0] for x in self.talks[g].branches]
-                left: dict[str, Any] = {"talk": self.talks[g].to_plain()}
+                (talk,) = self.talks[g]
+                parts = [x[x.mask > 0] for x in talk.branches]
+                left: dict[str, Any] = {"talk": talk.to_plain()}
             else:
                 session = self.sessions[g]
                 with session.lock:
@@ -105,7 +108,12 @@ class AgentGroup:
 
 
 def new_group(
-    number: int, prompts: Prompts, options: SamplingOptions, model: ChatModel, history: History
+    number: int,
+    prompts: Prompts,
+    options: SamplingOptions,
+    model: ChatModel,
+    history: History,
+    roles: Sequence[str] = ("",),
 ) -> AgentGroup:
     """A group whose sessions are not open yet.
 
@@ -114,6 +122,7 @@ def new_group(
       prompts: the prompt.
       options: how answers are drawn; `step` is that of the group.
       model, history: of the conversations.
+      roles: roles of the agent; "" alone for one without.
     """
     problem = {
         "prompt": prompts.texts[0],
@@ -129,7 +138,7 @@ def new_group(
             sample=g,
             prompt_id=int(prompts.ids_N[0]),
             problem={**problem, "sample": g},
-            conversation=Conversation(model, history=history),
+            conversations={x: Conversation(model, history=history, name=x) for x in roles},
             options=options,
         )
         for g in range(options.num_samples)
@@ -150,7 +159,7 @@ def restored_group(
     for g, sample in enumerate(saved.samples):
         assert sample.session is not None, "a run with agents has left the group"
         if sample.finished:
-            group.talks[g] = Talk.of_plain(sample.session["talk"])
+            group.talks[g] = (Talk.of_plain(sample.session["talk"]),)
             del group.sessions[g]
         else:
             group.sessions[g].deltas = _deltas_of(sample)

@@ -4,6 +4,8 @@
     response   the rest of a sample's main conversation; sampled tokens have mask 1
     branches   its further conversations: other threads, or histories that were edited
 
+Each role of an agent has groups of its own, as if it were another agent with the same problem.
+
 N prompts   G samples of each   T tokens
 """
 
@@ -34,11 +36,11 @@ DecodeTexts = Callable[[Sequence[np.ndarray]], Iterable[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Talk:
-    """What a session leaves, as plain data that one process sends to the others.
+    """What a session leaves of a role, as plain data that one process sends to the others.
 
     Attributes:
       branches: its conversations, the main one first; none if the agent failed.
-      score: score of the agent; None for none.
+      score: score that the agent gave; None for none.
       failure: why it failed, with its conversations; None if it did not.
     """
 
@@ -59,16 +61,20 @@ class Talk:
         return Talk(_of_plain(plain["branches"]), plain["score"], failure)
 
     @staticmethod
-    def of(session: Session) -> Talk:
-        """The talk of a session that has ended. Nothing is trained on what a failed agent said."""
-        # A request that came before the end may still change the conversation.
+    def all_of(session: Session) -> tuple[Talk, ...]:
+        """The talk of each role of an ended session. Nothing is trained on what a failed agent said."""
+        talks = []
+        # A request that came before the end may still change a conversation.
         with session.lock:
-            said = session.conversation.branches()
-            error = session.error or ("" if said else _SILENT)
-            if not error:
-                return Talk(said, session.score)
-            said = said or session.conversation.unanswered()
-            return Talk((), None, AgentFailure(error, session.traceback, said))
+            for role, conversation in session.conversations.items():
+                said, score = conversation.branches(), session.score
+                error = session.error or ("" if said else _SILENT)
+                if error:
+                    said = said or conversation.unanswered()
+                    talks.append(Talk((), None, AgentFailure(error, session.traceback, said)))
+                else:
+                    talks.append(Talk(said, score[role] if isinstance(score, dict) else score))
+        return tuple(talks)
 
 
 def _to_plain(branches: Sequence[Branch]) -> list[dict[str, Any]]:
@@ -92,29 +98,47 @@ class Tally:
       errors: how often each error has ended one.
       tracebacks: the traceback of the first of them; "" without one.
       total: number of sessions.
+      failed: number of those that have failed in all of their roles.
     """
 
     def __init__(self):
         self.errors: collections.Counter[str] = collections.Counter()
         self.tracebacks: dict[str, str] = {}
+        self.failed = 0
         self._counts: collections.Counter[str] = collections.Counter()
+        self._by_role: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
         self._seconds: list[float] = []
 
     @property
     def total(self) -> int:
         return len(self._seconds)
 
-    def add(self, session: Session, talk: Talk) -> None:
-        """Counts a session that has ended, and has left this talk."""
-        if (failure := talk.failure) is not None:
-            self.errors[failure.message] += 1
-            self.tracebacks.setdefault(failure.message, failure.traceback)
-        self._counts.update(vars(session.conversation.counts))
+    def add(self, session: Session, talks: Sequence[Talk]) -> None:
+        """Counts a session that has ended, and has left these talks."""
+        failures = {talk.failure.message: talk.failure for talk in talks if talk.failure}
+        for message, failure in failures.items():
+            self.errors[message] += 1
+            self.tracebacks.setdefault(message, failure.traceback)
+        self.failed += all(talk.failure for talk in talks)
+        for (role, conversation), talk in zip(session.conversations.items(), talks, strict=True):
+            self._counts.update(vars(conversation.counts))
+            if role and talk.score is not None:
+                self._by_role[role].append((talk.score, conversation.counts.sampled))
         self._seconds.append(session.seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Tokens by `conversation.Counts`, of failed agents too, and the time of a session in seconds."""
+        """Tokens by `conversation.Counts`, of failed agents too, and the time of a session in seconds.
+
+        Of each role the mean of its scores, and of its sampled tokens.
+        """
         return {
+            **{
+                f"{role}/{name}/mean": float(np.mean(values))
+                for role, rows in self._by_role.items()
+                for name, values in zip(
+                    ("score", "sampled_tokens"), zip(*rows, strict=True), strict=True
+                )
+            },
             **{f"{name}_tokens": float(count) for name, count in self._counts.items()},
             "seconds/mean": float(np.mean(self._seconds or [0])),
             "seconds/max": max(self._seconds, default=0.0),
@@ -122,16 +146,20 @@ class Tally:
 
 
 def group_of(
-    prompts: Prompts, talks: Sequence[Talk], step: int, decode_texts: DecodeTexts
+    prompts: Prompts, talks: Sequence[Talk], step: int, decode_texts: DecodeTexts, role: str = ""
 ) -> Completions:
     """The completions of one prompt.
 
     Args:
-      prompts: the prompt.
+      prompts: the prompt; its source gets the name of the role, by which groups and metrics are told apart.
       talks: what its G samples said.
       step: training step whose sampling keys they have.
       decode_texts: function from token ids to texts.
+      role: role that said it; "" for an agent without roles.
     """
+    if role:
+        (source,) = prompts.sources
+        prompts = dataclasses.replace(prompts, sources=(f"{source}/{role}",))
     # The tokens before the first sampled one, which no other branch trains.
     mains = [talk.branches[0] for talk in talks if talk.branches]
     heads = [main.tokens[: int(np.argmax(main.mask))] for main in mains]

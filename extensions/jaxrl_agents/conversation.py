@@ -146,15 +146,17 @@ class Conversation:
       counts: numbers of tokens so far.
     """
 
-    def __init__(self, model: ChatModel, *, history: History = "kept"):
+    def __init__(self, model: ChatModel, *, history: History = "kept", name: str = ""):
         """Starts an empty conversation.
 
         Args:
           model: the chat format.
           history: "kept" leaves sampled tokens in all later prompts. "as_template" starts a branch where the
             template shows earlier messages in another way, with the template's rendering.
+          name: enters the keys of turns, so that conversations of one session have different ones.
         """
         assert history in get_args(History), history
+        self._name = name
         self._model = model
         self._history = history
         # By tools and variables of the template.
@@ -187,7 +189,7 @@ class Conversation:
         given = [read_message(message) for message in messages]
         keys = [self._compared(message) for message in given]
         variables = {**variables, **({"tools": list(tools)} if tools else {})}
-        root = json.dumps(variables, sort_keys=True)
+        root = self._name + json.dumps(variables, sort_keys=True)
         # Added only below, once the turn is made, so that a refused request leaves nothing.
         roots = self._roots.get(root, {})
         parent, known = self._last_known(roots, keys)
@@ -220,7 +222,8 @@ class Conversation:
                 if len(whole) > length and np.array_equal(whole, prompt_ids[: len(whole)]):
                     before, length = turn, len(whole)
         again = any(turn.context is before for turn in self._turns)
-        key, ids = _digest(prompt_ids.tobytes()), _fixed(prompt_ids, np.int32)
+        key = _digest(self._name.encode() + prompt_ids.tobytes())
+        ids = _fixed(prompt_ids, np.int32)
         turn = Turn(key, ids, "", parent=before, context=before, first=length)
         return self._added(turn, starts_branch=again)
 

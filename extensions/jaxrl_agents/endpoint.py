@@ -147,7 +147,9 @@ class Endpoint:
             taken = self.sessions.take(worker, most)
             stopped = self.sessions.take_stopped(worker)
             if taken or stopped or loop.time() >= until:
-                sessions = [{"key": each.key, "problem": each.problem} for each in taken]
+                sessions = [
+                    {"key": x.key, "problem": x.problem, "roles": [*x.conversations]} for x in taken
+                ]
                 return JSONResponse({"sessions": sessions, "stopped": stopped})
             if self.sessions.closed:
                 return JSONResponse({"closed": True})

@@ -70,7 +70,8 @@ class SessionPrompts:
         self, query: ChatQuery, keys: Sequence[str], extend: Callable[[Conversation], Turn]
     ) -> ChatTurn:
         # A client may have a name of its own for its session, besides the key that it was given.
-        session = next((found for key in keys if (found := self._sessions.find(key))), None)
+        named = ((key, self._sessions.find(key)) for key in keys)
+        key, session = next(((key, found) for key, found in named if found), ("", None))
         if session is None:
             raise ApiError(
                 "this server has no open session with that key; send the one that was given to the "
@@ -78,13 +79,20 @@ class SessionPrompts:
                 status=401,
                 code="invalid_api_key",
             )
+        if (role := session.role_of(key)) is None:
+            raise ApiError(
+                f"this session has no such role; send KEY.ROLE, of {', '.join(session.conversations)}",
+                status=401,
+                code="invalid_api_key",
+            )
+        conversation = session.conversations[role]
         if query.num_choices != 1:
             raise ApiError(
                 f"n {query.num_choices}: a session has one answer for each request; leave n out",
                 param="n",
             )
         with session.lock:
-            turn = extend(session.conversation)
+            turn = extend(conversation)
             if turn.key not in session.turns and len(session.turns) >= self._most_turns:
                 raise ApiError(
                     f"this session has had {self._most_turns} turns, which is rollout.agent_turns; end it",
@@ -95,12 +103,12 @@ class SessionPrompts:
             known = session.deltas.get(turn.key, ())
             if not known:
                 session.asked.setdefault(turn.key, self.version)
-        answered = functools.partial(self._answered, session, turn, query)
-        return ChatTurn(
-            query, turn.prompt_ids, answered, known, functools.partial(self._drawn, session)
-        )
+        answered = functools.partial(self._answered, session, conversation, turn, query)
+        # Two roles that read the same have noise of their own.
+        drawn = functools.partial(self._drawn, session, [*session.conversations].index(role))
+        return ChatTurn(query, turn.prompt_ids, answered, known, drawn)
 
-    def _drawn(self, session: Session, request: Request) -> Request:
+    def _drawn(self, session: Session, role: int, request: Request) -> Request:
         """The request with the settings of the run, and the request's stop strings besides the run's.
 
         Raises:
@@ -122,7 +130,7 @@ class SessionPrompts:
         stops = (*session.options.stop_strings, *request.options.stop_strings)
         return dataclasses.replace(
             request,
-            seed=turn_seed(session.prompt_id, session.sample, request.prompt),
+            seed=turn_seed(session.prompt_id, session.sample + (role << 32), request.prompt),
             options=session.options.replace(
                 num_samples=1,
                 stop_strings=stops,
@@ -132,7 +140,13 @@ class SessionPrompts:
         )
 
     def _answered(
-        self, session: Session, turn: Turn, query: ChatQuery, index: int, deltas: Sequence[Delta]
+        self,
+        session: Session,
+        conversation: Conversation,
+        turn: Turn,
+        query: ChatQuery,
+        index: int,
+        deltas: Sequence[Delta],
     ) -> AssistantMessage:
         sampled = Stretch.concatenate(deltas)
         with session.lock:
@@ -141,7 +155,7 @@ class SessionPrompts:
                 return self._model.parser.view(turn.prompt_ids, sampled.tokens)
             session.deltas.setdefault(turn.key, tuple(deltas))
             session.asked.pop(turn.key, None)
-            return session.conversation.answer(
+            return conversation.answer(
                 turn,
                 sampled,
                 finish=deltas[-1].finish,

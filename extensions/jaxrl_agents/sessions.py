@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl_agents.conversation import Conversation
@@ -24,6 +24,9 @@ from jaxrl_serving.online_driver import Delta
 
 # By how often its worker has died: the most sessions that a worker runs beside one.
 _TOGETHER = (1 << 30, 4, 1)
+
+
+Score: TypeAlias = float | dict[str, float] | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,14 +38,14 @@ class Session:
       sample: number among the samples of the prompt.
       prompt_id: `Prompts.ids_N` of the prompt.
       problem: fields of `worker.Problem`.
-      conversation: what was said.
+      conversations: what was said, by role; of an agent without roles by "".
       options: how its answers are drawn.
-      key: secret of its requests.
+      key: secret of its requests; with "." and a role at its end that of the role's.
       worker: key of the worker that runs it; "" while it waits.
       deaths: number of workers that have died under it.
       until: time by which it has to end, once it was taken.
       seconds: time from when it was last taken to its end.
-      score: score that the agent gave; None for none.
+      score: score that the agent gave, or one for each role; None for none.
       error: why it failed; "" if it did not.
       traceback: traceback of the exception that ended its agent; "" without one.
       ended: whether it is done.
@@ -57,14 +60,14 @@ class Session:
     sample: int
     prompt_id: int
     problem: dict[str, Any]
-    conversation: Conversation
+    conversations: dict[str, Conversation]
     options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     key: str = dataclasses.field(default_factory=lambda: secrets.token_urlsafe(18))
     worker: str = ""
     deaths: int = 0
     until: float = float("inf")
     seconds: float = 0.0
-    score: float | None = None
+    score: Score = None
     error: str = ""
     traceback: str = ""
     ended: bool = False
@@ -72,6 +75,11 @@ class Session:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     deltas: dict[str, tuple[Delta, ...]] = dataclasses.field(default_factory=dict)
     asked: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def role_of(self, key: str) -> str | None:
+        """The role that a key of this session names, the first one if it names none; None for another."""
+        role = key.partition(".")[2] or next(iter(self.conversations))
+        return role if role in self.conversations else None
 
 
 class Sessions:
@@ -109,8 +117,8 @@ class Sessions:
             self.on_news()
 
     def find(self, key: str) -> Session | None:
-        """The open session of a key; None if there is none."""
-        return self._by_key.get(key)
+        """The open session of a key, with or without a role; None if there is none."""
+        return self._by_key.get(key.partition(".")[0])
 
     def take(self, worker: str, most: int) -> list[Session]:
         """Sessions that a worker runs from now on, as many as it may run at the same time."""
@@ -133,7 +141,7 @@ class Sessions:
                 taken.append(session)
             return taken
 
-    def end(self, key: str, score: float | None, error: str = "", traceback: str = "") -> None:
+    def end(self, key: str, score: Score, error: str = "", traceback: str = "") -> None:
         """Ends a session. Ignores one that has ended: an agent may answer twice, or too late."""
         with self._lock:
             session = self._by_key.pop(key, None)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import math
 import pathlib
 import reprlib
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import openai
@@ -33,6 +34,7 @@ from jaxrl.user_code import load_agent
 _NO_LIMIT = 24 * 3600.0
 # The most characters of an exception's text, and of the beginning and of the end of its traceback.
 _MOST_CHARS, _MOST_TRACEBACK_CHARS = 1000, 10_000
+_NO_SCORE = object()
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _LIBRARIES = (_PACKAGE, *(pathlib.Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib")))
 
@@ -48,6 +50,7 @@ class Problem:
       extra: the other fields of the row, plain JSON.
       seed: number for random choices of an environment, the same for all samples of a prompt.
       sample: number of the sample among those of its prompt.
+      clients: a client for each role of `rollout.agent_roles`, by its name.
     """
 
     prompt: str
@@ -56,6 +59,7 @@ class Problem:
     extra: Mapping[str, Any]
     seed: int
     sample: int
+    clients: Mapping[str, openai.AsyncOpenAI] = dataclasses.field(default_factory=dict)
 
 
 def load_worker(path: str) -> Callable[[tuple[str, str]], None]:
@@ -111,21 +115,23 @@ async def _run(
 ) -> None:
     """Runs an agent, and sends its score or its error, unless the trainer has ended the session."""
     told: dict[str, Any] = {"key": session["key"]}
+    roles = [role for role in session["roles"] if role]
     try:
         # Shares the connections; its key names the session.
-        client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
-        value = agent(client, Problem(**session["problem"]))
+        of_key = functools.partial(trainer.with_options, base_url=f"{url}/v1")
+        clients = {role: of_key(api_key=f"{session['key']}.{role}") for role in roles}
+        client = of_key(api_key=session["key"])
+        value = agent(client, Problem(**session["problem"], clients=clients))
         # An agent may be a plain function; it then keeps the other sessions of the worker waiting.
         if inspect.isawaitable(value):
             value = await value
-        try:
-            score = None if value is None else float(value)
-        except (TypeError, ValueError, OverflowError):
-            score = math.nan
-        if score is None or math.isfinite(score):
+        score = _score_of(value, roles)
+        if score is not _NO_SCORE:
             told["score"] = score
         else:
             rule = "which is no score; return a number or None"
+            if roles:
+                rule = f"without a number for each role; return a dict of {', '.join(roles)}"
             code = getattr(inspect.unwrap(agent), "__code__", None)
             place = ""
             if code is not None and _is_users(code.co_filename):
@@ -138,6 +144,18 @@ async def _run(
             return
         told |= _described(error)
     await trainer.post("/agents/done", cast_to=object, body=told)
+
+
+def _score_of(value: Any, roles: Sequence[str]) -> Any:
+    """What the agent has returned as plain numbers; `_NO_SCORE` if it is none, or lacks one of a role."""
+    try:
+        if roles:
+            score = {role: float(value[role]) for role in roles}
+            return score if all(map(math.isfinite, score.values())) else _NO_SCORE
+        score = None if value is None else float(value)
+        return score if score is None or math.isfinite(score) else _NO_SCORE
+    except (TypeError, ValueError, OverflowError, LookupError):
+        return _NO_SCORE
 
 
 def _described(error: BaseException) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from jaxrl.checks import (
@@ -27,6 +28,8 @@ from jaxrl.rollout.sampling import (
     truncation_of,
 )
 from jaxrl.rollout.settings import EngineSettings
+
+_ROLE = re.compile(r"[\w-]+", re.ASCII)
 
 
 @settings
@@ -75,6 +78,11 @@ class RolloutConfig(EngineSettings):
     """Function that answers a prompt by as many requests to the policy as it likes,
     "path/to/file.py:agent" or "package.module:agent" (docs/agents.md). `max_response_tokens` then
     limits a conversation after its first prompt, and the cache is paged. "" samples one response.
+    """
+    agent_roles: tuple[Annotated[str, NAME], ...] = ()
+    """Roles of an agent in which the policy speaks, such as ("solver", "checker"), each with a
+    conversation and a score of its own. Every problem gives a group for each of them, and
+    `num_prompts` counts groups.
     """
     agent_host: Annotated[str, NAME] = "127.0.0.1"
     """Address at which the policy answers agents. A program in a container reaches this machine by
@@ -126,10 +134,23 @@ class RolloutConfig(EngineSettings):
                 f"schedule {self.schedule!r} repeats the dispatches of a run, and when agent {self.agent!r} "
                 "asks depends on the clock; leave schedule out"
             )
+        if roles := self.agent_roles:
+            self._check_roles(roles)
         if "" in self.stop_strings:
             raise ValueError(
                 "a stop string is empty, which would end every response at once; drop it"
             )
+
+    def _check_roles(self, roles: tuple[str, ...]) -> None:
+        named = f"agent_roles {', '.join(roles)}"
+        if not self.agent:
+            raise ValueError(f"{named} are those of an agent, and agent is empty; set agent")
+        if len({*roles}) < len(roles) or not all(map(_ROLE.fullmatch, roles)):
+            raise ValueError(
+                f"{named} are to be different names of letters, digits, - and _; rename one"
+            )
+        if self.partial:
+            raise ValueError(f"{named} need all samples of a step finished; set max_staleness to 0")
 
     @property
     def partial(self) -> bool:
@@ -160,6 +181,26 @@ class RolloutConfig(EngineSettings):
             truncation=self.truncation(renormalized=renormalized),
             stop_strings=tuple(self.stop_strings),
         )
+
+    def check_roles(self, prompts_per_batch: int, sampler: str) -> None:
+        """Raises UserError if a generation batch cannot have a group for each role of a problem.
+
+        Args:
+          prompts_per_batch: number of groups of a generation batch.
+          sampler: `data.sampler`.
+        """
+        many = len(self.agent_roles)
+        if many and prompts_per_batch % many:
+            raise UserError(
+                f"a generation batch has {prompts_per_batch} groups (rollout.num_prompts, or "
+                f"generation_prompts with dynamic sampling), and every problem gives {many}, one for each "
+                f"of rollout.agent_roles; take a multiple of {many}"
+            )
+        if many and sampler:
+            raise UserError(
+                f"data.sampler {sampler!r} is told the groups of each problem, and rollout.agent_roles make "
+                "several of one; leave one of the two out"
+            )
 
     def check_partial(self, dataflow: str, *, dynamic_sampling: bool, runs_free: bool) -> None:
         """Raises UserError if partial rollout cannot work with the dataflow or the other settings.

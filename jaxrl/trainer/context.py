@@ -170,7 +170,9 @@ def training_prompts(run: RunContext) -> PromptStream | CurriculumStream:
     """The training prompts of a run in an endless order; UserError if `data.sampler` cannot choose them."""
     config, options = run.config, run.config.rollout
     # Partial rollout draws prompts one at a time, as slots fall free.
-    of_batch = 1 if options.partial else config.prompts_per_batch
+    of_batch = (
+        1 if options.partial else config.prompts_per_batch // max(1, len(options.agent_roles))
+    )
     batches: Any = {"prompts_per_batch": of_batch, "seed": config.seed}
     if config.data.sampler:
         rows = [source for source in run.train_prompts if isinstance(source, Prompts)]

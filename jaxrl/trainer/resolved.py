@@ -171,6 +171,7 @@ def _check_sampling(config: Config, flow: Dataflow, pools: Sequence[Pool]) -> No
     if free:
         config.algorithm.check_runs_free()
         rollout.check_runs_free()
+    rollout.check_roles(config.prompts_per_batch, config.data.sampler)
     rollout.check_partial(
         config.algorithm.dataflow, dynamic_sampling=flow.dynamic_sampling, runs_free=free
     )

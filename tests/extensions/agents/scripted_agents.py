@@ -133,3 +133,23 @@ async def agent(client, problem):
         tokens = await function(client, problem, nap_s=problem.extra.get("nap_s", 0.0))
         return problem.sample if problem.extra.get("by_sample") else tokens
     return await {"fork": fork, "fill": fill, "goes_on": goes_on}[kind](client, problem)
+
+
+async def duet(client, problem):
+    """A solver and a checker that reads it; the score of each, by what the row says."""
+    solver, checker = problem.clients["solver"], problem.clients["checker"]
+    kind, asked = problem.extra["kind"], [user(problem.prompt)]
+    first = await solver.chat.completions.create(messages=asked, **TURN)
+    # The first role has the key without a name, too: the same request, so the same answer.
+    again = await client.chat.completions.create(messages=asked, **TURN)
+    assert again.choices[0].message == first.choices[0].message
+    if kind == "stranger":
+        other = client.with_options(api_key=f"{client.api_key}.judge")
+        await other.chat.completions.create(messages=asked, **TURN)
+    if kind == "same":
+        await checker.chat.completions.create(messages=asked, **TURN)
+    elif kind != "alone":
+        said = user(f"Is this right? {first.choices[0].message.content}")
+        await checker.chat.completions.create(messages=[said], **TURN)
+    scores = {"solver": float(problem.sample), "checker": 0.5}
+    return {"solver": 1.0} if kind == "lacks" else scores

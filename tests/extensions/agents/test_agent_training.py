@@ -50,7 +50,7 @@ def settings_of(folder: pathlib.Path, further: dict | None = None, **changes) ->
         {"problem": f"{n} and", "answer": "4", "nap_s": 0.05, **(further or {})} for n in range(40)
     ]
     for n, row in enumerate(rows):
-        row["kind"] = ("talk", "threads")[n % 2]
+        row.setdefault("kind", ("talk", "threads")[n % 2])
     for name in ("train", "evaluation"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chat_tokenizer().save(folder / "tokenizer")
@@ -58,9 +58,9 @@ def settings_of(folder: pathlib.Path, further: dict | None = None, **changes) ->
     return SETTINGS | problems_in(folder) | output | MORE | changes
 
 
-def step_of(folder: pathlib.Path, **changes):
+def step_of(folder: pathlib.Path, further: dict | None = None, **changes):
     """The metrics of a step, and the completions that it learned from."""
-    recipe = write_recipe_file(folder, settings_of(folder, **changes))
+    recipe = write_recipe_file(folder, settings_of(folder, further, **changes))
     done = []
     with jaxrl.open_run(str(recipe)) as run:
         backend = run.roles.actor.backend

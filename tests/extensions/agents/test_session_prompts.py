@@ -65,7 +65,8 @@ def test_agents_at_once_leave_exact_branches():
         seen = {np.concatenate(pair).tobytes() for pair in sampled}
         for session in opened:
             sessions.end(session.key, None)
-            (branch,), counts = session.conversation.branches(), session.conversation.counts
+            talk = session.conversations[""]
+            (branch,), counts = talk.branches(), talk.counts
             assert branch.tokens.tobytes() in seen
             assert branch.mask.sum() == counts.sampled == sum(len(t) for _, t in sampled) / 4
             assert counts.encoded + counts.sampled == len(branch.tokens)
@@ -79,7 +80,7 @@ def test_agents_at_once_leave_exact_branches():
             with pytest.raises(openai.AuthenticationError, match="no open session with that key"):
                 client.chat.completions.create(**ask)
             again = Conversation(ChatModel(tokenizer))
-            sessions.open([Session(0, 0, 7, {}, again, key=keys[0])])
+            sessions.open([Session(0, 0, 7, {}, {"": again}, key=keys[0])])
             with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
                 client.chat.completions.create(**ask, n=2)
             # A name of its own for the session, beside the key.
@@ -97,7 +98,7 @@ def test_agents_at_once_leave_exact_branches():
 
 def test_stop_ids_of_a_request_end_its_answers():
     chat, sessions = ChatModel(chat_tokenizer(CHATML)), Sessions(600.0)
-    session = Session(0, 0, 7, {}, Conversation(chat))
+    session = Session(0, 0, 7, {}, {"": Conversation(chat)})
     sessions.open([session])
     turn = SessionPrompts(chat, sessions, most_turns=4).open_ids(
         np.array([5]), 1, (session.key, "")
@@ -143,7 +144,7 @@ def test_prompts_of_ids_are_turns_of_the_same_tree():
         with pytest.raises(openai.BadRequestError, match="has had 4 turns"):
             ask([1])
     assert len(sampled) == 4
-    main, *others = session.conversation.branches()
+    main, *others = session.conversations[""].branches()
     assert main.tokens.tolist() == [*second, *said] and main.mask.sum() == 4
     assert sorted(x.mask.sum() for x in others) == [2, 2]
-    assert session.conversation.counts.sampled == 8
+    assert session.conversations[""].counts.sampled == 8

@@ -10,7 +10,7 @@ NOTHING: Any = None
 
 def opened(count: int, seconds: float = 100.0) -> tuple[Sessions, list[Session]]:
     sessions = Sessions(seconds)
-    some = [Session(0, n, 7, {}, NOTHING) for n in range(count)]
+    some = [Session(0, n, 7, {}, {"": NOTHING}) for n in range(count)]
     sessions.open(some)
     return sessions, some
 
@@ -102,7 +102,7 @@ def test_waiting_workers_hear_of_what_they_may_take_or_have_to_end():
     sessions.take("a", 2)
     for happens in (
         lambda: sessions.stop(two, "was dropped"),
-        lambda: sessions.open([Session(0, 4, 7, {}, NOTHING)]),
+        lambda: sessions.open([Session(0, 4, 7, {}, {"": NOTHING})]),
         lambda: sessions.lost("a"),
         sessions.close,
     ):
