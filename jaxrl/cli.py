@@ -53,6 +53,9 @@ COMMANDS = {
         "what a recipe would take: traced, or compiled for accelerators that are not here"
     ),
     "doctor": Command("checks the hosts of a run: devices, network, disk, versions"),
+    "certify": Command(
+        "measures whether sampler and trainer agree in a recipe's layouts and types"
+    ),
     "replay": Command("makes a step of a run again, and compares it"),
     "diff": Command("where two runs part: settings, step, sample, token"),
     "rehearse": Command(

@@ -17,6 +17,7 @@ from jaxrl.errors import UserError
 EXTENSIONS = {
     # Commands, as the user types them after `jaxrl`.
     "browse": "jaxrl_browse.browse_command:main",
+    "certify": "jaxrl_proofs.certify_command:main",
     "diff": "jaxrl_proofs.diff_command:main",
     "doctor": "jaxrl_pods.doctor:main",
     "fetch": "jaxrl_smollm2.smollm2:main",

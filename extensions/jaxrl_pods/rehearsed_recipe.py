@@ -100,12 +100,14 @@ def with_fewer_devices(config: Config, divisor: int) -> Config:
     return dataclasses.replace(config, placement=placement)
 
 
-def small_model(model: ModelConfig, layouts: Sequence[ParallelLayout]) -> ModelConfig:
-    """The model with the sizes that the head of this file lists."""
+def small_model(
+    model: ModelConfig, layouts: Sequence[ParallelLayout], *, width: int = _WIDTH
+) -> ModelConfig:
+    """The model with the sizes that the head of this file lists, or at least `width` wide."""
     unit = math.lcm(
         16, 2 * model.num_heads, *(n for each in layouts for n in (each.d, each.t, each.t_g))
     )
-    width = -(-_WIDTH // unit) * unit
+    width = -(-width // unit) * unit
     first = min(model.first_dense_layers, 1)
     stages = math.lcm(*(each.p for each in layouts))
     sizes: dict[str, Any] = {"d_model": width, "d_ff": width, "first_dense_layers": first}
