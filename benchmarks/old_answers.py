@@ -6,6 +6,7 @@ For each pair of steps it prints
 
     again     tokens of the newer answers that an older answer to the prompt has from its beginning on, as a
               share: what a draft would save, since the newer weights draw them with the same noise
+    parting   how often two answers part at a token, of those at which they have not yet parted
     accuracy  difference of the accuracies, and its standard error three ways: of two independent sets of
               prompts, of the same prompts with independent noise, of the same prompts with the same noise
 
@@ -20,34 +21,28 @@ import itertools
 import pathlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.commands.evaluate import EvaluationInputs, evaluation_config, read_inputs
+from jaxrl.commands.evaluate import evaluation_config, load_policy, read_inputs
 from jaxrl.config.shapes import engine_config
-from jaxrl.data import model_directory
 from jaxrl.dataflows.rewarding import Grading
-from jaxrl.mesh.rules import GENERATE_RULES, lists_layers, shardings, shards_of, with_shardings
-from jaxrl.models.decoder import decoder_graph, split_layers
+from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 from jaxrl.rewards.evaluation_metrics import EVALUATION_STEP
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.trainer.evaluation import answered
 from jaxrl.types import Scored
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=pathlib.Path)
     parser.add_argument("--steps", type=int, nargs="+", required=True)
     parser.add_argument("--n", type=int, default=8, help="answers to each prompt")
     args = parser.parse_args()
     pairs = list(itertools.combinations(sorted(args.steps), 2))
-    print(
-        f"{'run':24}{'steps':>9}{'again':>8}{'tokens':>8}{'difference':>12}"
-        f"{'two sets':>10}{'prompts':>9}{'noise':>8}{'verdicts':>10}"
+    line(
+        *("run", "steps", "again", "parting", "tokens"),
+        *("difference", "two sets", "prompts", "noise", "verdicts"),
     )
     for run in args.runs:
         same, other = answers_of(run, args.steps, args.n)
@@ -75,25 +70,13 @@ def answers_of(
     grading = Grading(inputs.graders)
     found: tuple[dict[int, Scored], dict[int, Scored]] = ({}, {})
     for step in steps:
-        backend.load(weights(inputs, step, backend.dtype))
+        backend.load(load_policy(path, inputs.model, inputs.mesh, backend.dtype, step))
         for results, seed in zip(found, (config.seed, config.seed + 1000 + step), strict=True):
             with_seed = dataclasses.replace(options, seed=seed)
             results[step] = answered(backend, inputs.prompts, with_seed, grading)
     backend.close()
     inputs.graders.close()
     return found
-
-
-def weights(inputs: EvaluationInputs, step: int, dtype: Any) -> Any:
-    """The policy of a checkpoint in the generation layout."""
-    _, shapes, axes = decoder_graph(inputs.model)
-    like = with_shardings(shapes, shardings(axes, shapes, GENERATE_RULES, inputs.mesh))
-    stored = StoredCheckpoints(RunFolder(inputs.path).rl.checkpoints.path)
-    params = stored.restore_params(step, "actor", like)
-    where = model_directory.generation_shardings(inputs.model, inputs.mesh)
-    if lists_layers(inputs.mesh):
-        params = split_layers(params)
-    return jax.device_put(jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params), where)
 
 
 def shared(old: np.ndarray, new: np.ndarray) -> int:
@@ -104,17 +87,24 @@ def shared(old: np.ndarray, new: np.ndarray) -> int:
 
 def show(run: str, old: int, new: int, same: dict[int, Scored], other: dict[int, Scored]) -> None:
     before, now = same[old].completions.tokens, same[new].completions.tokens
-    again = sum(map(shared, before, now))
-    length = sum(map(len, now))
+    common = list(map(shared, before, now))
+    again, length = sum(common), sum(map(len, now))
+    parted = sum(n < max(len(x), len(y)) for n, x, y in zip(common, before, now, strict=True))
     right = [same[step].correct_NG.astype(float) for step in (old, new)]
     apart = [other[step].correct_NG.astype(float) for step in (old, new)]
-    verdicts = np.corrcoef(*(x.ravel() for x in right))[0, 1]
+    verdicts = np.corrcoef(right[0].ravel(), right[1].ravel())[0, 1]
     difference = right[1].mean() - right[0].mean()
-    print(
-        f"{run:24}{f'{old}-{new}':>9}{again / length:8.1%}{length / len(now):8.1f}{difference:12.2%}"
-        f"{two_sets(right):10.2%}{paired(apart):9.2%}{paired(right):8.2%}{verdicts:10.2f}",
-        flush=True,
-    )
+    figures = [
+        f"{again / length:.1%}",
+        f"{parted / (again + parted):.2%}",
+        f"{length / len(now):.1f}",
+    ]
+    errors = difference, two_sets(right), paired(apart), paired(right)
+    line(run, f"{old}-{new}", *figures, *(f"{x:.2%}" for x in errors), f"{verdicts:.2f}")
+
+
+def line(run: str, *cells: str) -> None:
+    print(f"{run:24}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
 
 
 def two_sets(right: list[np.ndarray]) -> float:

@@ -43,6 +43,7 @@ EXTENSIONS = {
     "reward.grader='reasoning_gym'": "jaxrl_code.reasoning_gym_grader:ReasoningGymGrader",
     "SmolLM2-135M-Instruct": "jaxrl_smollm2.smollm2:fetch",
     "rollout.agent": "jaxrl_agents.agent_backend:AgentBackend",
+    "run.certificate": "jaxrl_proofs.certificate:check",
     # Python.
     "OpenRun.serve": "jaxrl_agents.served:served",
     # What a run writes or prints at its end, if the package is there.

@@ -1,18 +1,20 @@
-"""What sampler and trainer of a recipe agree on, in its layouts and in other types: a table, and a certificate.
+"""Whether sampler and trainer of a recipe agree, in its layouts and in several types: table and certificate.
 
     jaxrl certify --config configs/dapo_qwen32b.py --out dapo_qwen32b.json
 
-A small model with the recipe's heads and experts samples on one simulated device, and in the recipe's layouts:
-every kind of axis that these split stays split, on 8 devices if that is enough. Then the trainer computes the
-same tokens. Weights are random, and logits are divided so that a token is about as uncertain as in a text.
+A small model with the recipe's heads and experts samples on one simulated device, and in the recipe's
+layouts: every kind of axis that these split stays split, on 8 devices if that is enough. Then the trainer
+computes the same tokens. Weights are random, and logits are divided by 0.25 so that draws are as uncertain
+as a text's. The columns are
 
-    differ    samples that differ from those of one device
-    drawn     tokens that the trainer draws again, with its own logits and the sampler's noise
-    mean, max distance of the log-probabilities of sampler and trainer
-    layouts   largest distance of the sampler's log-probabilities from those of one device, over equal tokens
-    time      of sampling with `rollout.deterministic`, relative to without it
+    differ     samples that differ from those of one device
+    drawn      share of the tokens that the trainer draws again, by its own logits and the sampler's noise
+    mean, max  distance of the log-probabilities of sampler and trainer
+    layouts    largest distance of the sampler's log-probabilities from those of one device, over equal tokens
+    time       of sampling with `rollout.deterministic`, relative to without it
 
-A run with `run.certificate` checks at its start that the file is about it, and that what it requires held.
+A run with `run.certificate` checks at its start that the file is about it, and that what it requires held
+(docs/proofs.md).
 """
 
 from __future__ import annotations

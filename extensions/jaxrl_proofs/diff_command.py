@@ -1,9 +1,10 @@
 """Where two runs part: what they were made with, then the first step, sample and token that differ.
 
     jaxrl diff runs/dapo_tiny/seed0 runs/dapo_tiny/seed1
+    jaxrl diff evaluations/at20 evaluations/at40
 
 Settings and contents of files come first, since they explain the rest. Equal runs give status 0, others 1.
-`jaxrl report RUN RUN` draws their curves.
+`jaxrl report RUN RUN` draws their curves. Of two evaluations of the same prompts it says which is better.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
-from jaxrl.tracking.run_folder import CONTENT, RunFolder
+from jaxrl.tracking.run_folder import CONTENT, EvaluationFolder, RunFolder
 from jaxrl.trainer.identity import MADE_WITH, differences
+from jaxrl_proofs.paired import compared_answers, is_evaluation, settings_of
 from jaxrl_proofs.parting import Comparison, compared
 from jaxrl_proofs.stored_run import STAGES, StoredRun
 
@@ -23,8 +25,18 @@ def main(argv: Sequence[str]) -> int:
     """Compares two runs; returns 0 if they are equal, else 1."""
     program, *arguments = argv
     parser = command_parser(program, __doc__)
-    parser.add_argument("runs", type=pathlib.Path, nargs=2, metavar="RUN", help="folder of a run")
-    before, now = (StoredRun(RunFolder(path)) for path in parser.parse_args(arguments).runs)
+    parser.add_argument(
+        "runs",
+        type=pathlib.Path,
+        nargs=2,
+        metavar="RUN",
+        help="folder of a run, or of an evaluation",
+    )
+    paths = parser.parse_args(arguments).runs
+    evaluations = [EvaluationFolder(path) for path in paths]
+    if all(map(is_evaluation, evaluations)):
+        return _evaluations(*evaluations)
+    before, now = (StoredRun(RunFolder(path)) for path in paths)
     for line in changed(before.texts, now.texts):
         print(line)
     lengths = []
@@ -40,6 +52,12 @@ def main(argv: Sequence[str]) -> int:
         rows = [", ".join(f"{name} {count}" for name, count in each.items()) for each in lengths]
         print(f"rows: {rows[0]} -> {rows[1]}")
     return int(found.parting is not None)
+
+
+def _evaluations(*folders: EvaluationFolder) -> int:
+    lines = list(compared_answers(*folders))
+    print(*changed(*map(settings_of, folders)), *(lines or ["equal: all answers"]), sep="\n")
+    return int(bool(lines))
 
 
 def changed(*texts: Mapping[str, str]) -> Iterator[str]:

@@ -109,7 +109,9 @@ def compared(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Difference:
+class Difference:
+    """A part of the flow of a step, and a line on what differs there."""
+
     where: str
     line: str
     by_rounding: bool = False
@@ -117,7 +119,7 @@ class _Difference:
 
 def _metrics(
     before: Mapping[str, Any], now: Mapping[str, Any], ignored: tuple[str, ...]
-) -> tuple[_Difference | None, int]:
+) -> tuple[Difference | None, int]:
     """The difference of two rows in the metrics of both, and how many numbers were compared."""
     old, new = without_timings(before), without_timings(now)
     # "perf/" says how the work was shared out among devices.
@@ -133,7 +135,7 @@ def _metrics(
     close = all(
         math.isclose(old[name], new[name], rel_tol=_ROUNDING, abs_tol=_ROUNDING) for name in names
     )
-    return _Difference(where, line, close), len(both)
+    return Difference(where, line, close), len(both)
 
 
 def _part_of(name: str) -> str:
@@ -144,20 +146,20 @@ def _equal(old: float, new: float) -> bool:
     return old == new or (old != old and new != new)
 
 
-def _samples(before: StoredRun, now: StoredRun, step: int) -> tuple[_Difference | None, int]:
+def _samples(before: StoredRun, now: StoredRun, step: int) -> tuple[Difference | None, int]:
     """The first difference among the kept samples of a step, and how many tokens were compared."""
     files = [run.folder.rollouts.step(step) for run in (before, now)]
     if not all(file.exists() for file in files):
         return None, 0
-    old, new = map(_rows, files)
+    old, new = map(kept_rows, files)
     if (keys := list(map(_key, old))) != list(map(_key, new)):
         place = next((i for i, key in enumerate(map(_key, new)) if keys[i : i + 1] != [key]), 0)
         line = f"prompts: sample {place} is of another problem, or is in one of the runs alone"
-        return _Difference("prompts", line), 0
+        return Difference("prompts", line), 0
     tokens = 0
     differences = []
     for a, b in zip(old, new, strict=True):
-        difference = _sample(a, b)
+        difference = sample_difference(a, b)
         differences += [difference] if difference else []
         tokens += len(a[TOKEN_STRINGS]["text"])
     if not differences:
@@ -165,23 +167,25 @@ def _samples(before: StoredRun, now: StoredRun, step: int) -> tuple[_Difference 
     # Of all samples what differs first in the flow; those that differ by rounding alone come last.
     first = min(differences, key=lambda each: list(_FLOW).index(each.where))
     line = f"{first.line}; {len(differences)} of {len(old)} kept samples differ"
-    return _Difference(first.where, line, all(each.by_rounding for each in differences)), tokens
+    return Difference(first.where, line, all(each.by_rounding for each in differences)), tokens
 
 
-def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in read_bytes(path, absent="restore it").splitlines()]
+def kept_rows(path: pathlib.Path, *, absent: str = "restore it") -> list[dict[str, Any]]:
+    """The kept samples of a step; arguments and errors as of `read_bytes`."""
+    return [json.loads(line) for line in read_bytes(path, absent=absent).splitlines()]
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("source", "prompt_id", "sample"))
 
 
-def _sample(old: Mapping[str, Any], new: Mapping[str, Any]) -> _Difference | None:
+def sample_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Difference | None:
+    """What differs first between two rows of samples; None if nothing does."""
     name = f"sample {old['sample']} of prompt {old['prompt_id']}"
     for field in ("prompt", "problem", "answer", "problem_key"):
         if old.get(field) != new.get(field):
             texts = (visible(str(row.get(field)))[:80] for row in (old, new))
-            return _Difference("prompts", f"prompts: {name}, {field}: {' -> '.join(texts)}")
+            return Difference("prompts", f"prompts: {name}, {field}: {' -> '.join(texts)}")
     pieces = old[TOKEN_STRINGS], new[TOKEN_STRINGS]
     texts = [each["text"] for each in pieces]
     scores = [[x or 0.0 for x in each["rollout_logprob"]] for each in pieces]
@@ -197,23 +201,21 @@ def _sample(old: Mapping[str, Any], new: Mapping[str, Any]) -> _Difference | Non
         ]
         line = f"answers: {name}, token {at}: {' -> '.join(drawn)}"
         before = "equal" if not largest else f"up to {number(largest)} apart"
-        return _Difference("answers", f"{line}; log-probabilities before it are {before}")
+        return Difference("answers", f"{line}; log-probabilities before it are {before}")
     if pieces[0].get("version") != pieces[1].get("version"):
-        return _Difference(
-            "answers", f"answers: {name} has tokens of other versions of the weights"
-        )
+        return Difference("answers", f"answers: {name} has tokens of other versions of the weights")
     if pieces[0].get("branches") != pieces[1].get("branches"):
-        return _Difference("answers", f"answers: {name} has other branches")
+        return Difference("answers", f"answers: {name} has other branches")
     for field in ("prediction", "correct", "failure", "score", "shaping", "reward", "reward_parts"):
         if old.get(field) != new.get(field):
             said = (visible(str(row.get(field)))[:80] for row in (old, new))
-            return _Difference("verdicts", f"verdicts: {name}, {field}: {' -> '.join(said)}")
+            return Difference("verdicts", f"verdicts: {name}, {field}: {' -> '.join(said)}")
     if largest:
         line = f"log-probabilities: {name}: up to {number(largest)} apart under the sampler"
-        return _Difference("log-probabilities", line, largest <= _ROUNDING)
+        return Difference("log-probabilities", line, largest <= _ROUNDING)
     trainer = [[x or 0.0 for x in each.get("old_logprob", ())] for each in pieces]
     apart = max((abs(x - y) for x, y in zip(*trainer, strict=False)), default=0.0)
     if apart or len(trainer[0]) != len(trainer[1]):
         line = f"log-probabilities: {name}: up to {number(apart)} apart under the trainer"
-        return _Difference("log-probabilities", line, apart <= _ROUNDING)
+        return Difference("log-probabilities", line, apart <= _ROUNDING)
     return None

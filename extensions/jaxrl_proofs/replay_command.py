@@ -2,6 +2,7 @@
 
     jaxrl replay runs/dapo_tiny/seed0 --step 17
     jaxrl replay runs/dapo_tiny/seed0 --step 17 --config.mesh.simulated_devices=4 --config.mesh.train=1-1-4
+    jaxrl replay runs/dapo_tiny/seed0 --step 11 --sample 3
 
 Steps from the checkpoint to this one are made again and compared: metrics, samples where the run kept them,
 and weights if the run has a checkpoint of the step. Settings come from its config.txt. The run is only read.
@@ -9,6 +10,8 @@ Equal gives status 0; otherwise the first difference is named, the new run is ke
 another mesh or machine numbers round differently, and tokens follow in time; on the same ones all are equal.
 A run of several processes is made again in one, with as many simulated devices; one whose sampler ran free
 repeats its schedule from the start.
+
+`--sample` makes one of the kept samples of the step again, alone, with the weights before the step.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from jaxrl.trainer.identity import contents_of, made_with, run_settings
 from jaxrl.trainer.open_settings import resolved
 from jaxrl_proofs.diff_command import changed, told
 from jaxrl_proofs.parting import compared
+from jaxrl_proofs.sample_again import drawn_again, kept_sample
 from jaxrl_proofs.stored_run import StoredRun
 
 
@@ -50,12 +54,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=pathlib.Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, required=True, help="the step to make again")
     parser.add_argument(
+        "--sample",
+        type=int,
+        help="make only this one of the step's kept samples again, counted from 0",
+    )
+    parser.add_argument(
         "--out", type=pathlib.Path, help="new folder for the run made again (default: temporary)"
     )
     args = parser.parse_args(rest)
     run = StoredRun(RunFolder(args.run.absolute()))
     check_step(run, args.step)
     here, start = _in_its_folder(run), checkpoint_before(run, args.step)
+    kept = None if args.sample is None else kept_sample(run, here, args.step, args.sample, start)
     out = (args.out or pathlib.Path(tempfile.mkdtemp(prefix="jaxrl_replay_"))).absolute()
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
@@ -70,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
     texts = parse_config(run_settings(here, contents_of(here) | made_with()))
     for line in changed(run.texts, texts):
         print(line)
+    if kept is not None:
+        line, equal = drawn_again(kept, config, args.step, start)
+        print(line)
+        return _finished(out, keep=args.out is not None, equal=equal)
     if status := program.train(config):
         return status
     again = StoredRun(config.run_folder)
@@ -83,12 +97,17 @@ def main(argv: Sequence[str]) -> int:
     print(*told(found), sep="\n")
     weights = list(weights_apart(run, again, args.step))
     print(*weights, sep="\n", end="\n" if weights else "")
-    if found.parting is None and not any("differ" in line for line in weights):
-        if args.out is None:
-            shutil.rmtree(out)
-        return 0
-    print(f"the run made again is kept in {config.run_folder}")
-    return 1
+    equal = found.parting is None and not any("differ" in line for line in weights)
+    if not equal:
+        print(f"the run made again is kept in {config.run_folder}")
+    return _finished(out, keep=not equal or args.out is not None, equal=equal)
+
+
+def _finished(out: pathlib.Path, *, keep: bool, equal: bool) -> int:
+    """The exit status; removes the new folder unless it is kept."""
+    if not keep:
+        shutil.rmtree(out)
+    return int(not equal)
 
 
 def check_step(run: StoredRun, step: int) -> None:

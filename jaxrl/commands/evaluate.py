@@ -3,11 +3,12 @@
     jaxrl evaluate --model runs/dapo_tiny/seed0 --n 8
     jaxrl evaluate --model DIR --set aime_2024.jsonl --n 32 --config.evaluation.top_p=0.7
     jaxrl evaluate --model DIR --config dapo_qwen32b
+    jaxrl evaluate --model runs/dapo_tiny/seed0 --step 20 --out at20
 
 DIR is a Hugging Face directory, a name on the hub, or the folder of a run, of which the newest intact
-checkpoint is evaluated. Settings come from --config, else from the run's folder, else they are the defaults;
---config.NAME=VALUE changes any of them, as in `jaxrl train`. The table goes to stdout, progress to stderr,
-answers and metrics to --out. docs/evaluation.md explains the statistics.
+checkpoint is evaluated, or that of --step. Settings come from --config, else from the run's folder, else
+they are the defaults; --config.NAME=VALUE changes any of them, as in `jaxrl train`. The table goes to stdout,
+progress to stderr, answers and metrics to --out. docs/evaluation.md explains the statistics.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     overrides, arguments = take_overrides(arguments, Config)
     parser = command_parser(program, __doc__)
     parser.add_argument("--model", required=True, help="Hugging Face directory, or folder of a run")
+    parser.add_argument("--step", type=int, help="checkpoint of a run (default: the newest)")
     parser.add_argument("--config", help="recipe with the settings of task and sampling")
     parser.add_argument(
         "--set",
@@ -97,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         overrides["evaluation.num_samples"] = str(args.n)
     config, path, chosen = evaluation_config(args.model, args.config, args.sets, overrides)
     with hosts.watched(config.hosts):
-        evaluate(config, path, out=args.out, chosen=chosen)
+        evaluate(config, path, step=args.step, out=args.out, chosen=chosen)
     return 0
 
 
@@ -204,6 +206,7 @@ class EvaluationInputs:
     Attributes:
       config: settings of task and sampling, none of them open.
       path: directory of the model, or folder of a run.
+      step: checkpoint of the run; None for the newest.
       model, mesh, tokenizer: shape of the model, its devices, and its tokenizer.
       problems: the problems, as evaluation sources.
       prompts: their prompts; `ids_N` are row numbers over all sources together.
@@ -214,6 +217,7 @@ class EvaluationInputs:
 
     config: Config
     path: pathlib.Path
+    step: int | None
     model: ModelConfig
     mesh: Mesh
     tokenizer: Tokenizer
@@ -229,7 +233,11 @@ class EvaluationInputs:
 
 
 def read_inputs(
-    config: Config, path: pathlib.Path, *, chosen: Set[str] = frozenset()
+    config: Config,
+    path: pathlib.Path,
+    *,
+    chosen: Set[str] = frozenset(),
+    step: int | None = None,
 ) -> EvaluationInputs:
     """Reads problems and settings of an evaluation. Collective.
 
@@ -238,6 +246,7 @@ def read_inputs(
       path: directory of the model, or folder of a run.
       chosen: settings to replace: "data.max_prompt_tokens" by the longest prompt, "rollout.dtype" by the fast
         type of the devices.
+      step: checkpoint of a run; None takes the newest.
 
     Raises:
       UserError: something is missing, damaged or does not fit.
@@ -271,13 +280,14 @@ def read_inputs(
     if "rollout.dtype" in chosen:
         fast = dataclasses.replace(config.rollout, dtype=dtype_on(mesh, "auto"))
         config = dataclasses.replace(config, rollout=fast)
-    weights = _identity(path, model)
+    weights = _identity(path, model, step)
     # Processes differ in their index.
     settings = format_config(dataclasses.replace(config, hosts=hosts.HostsConfig()))
     settings = f"model = {str(path)!r}\nweights of {weights}\n{settings}"
     hosts.check_same("the evaluation", [settings])
     return EvaluationInputs(
-        config, path, model, mesh, tokenizer, problems, prompts, graders, weights, settings
+        *(config, path, step, model, mesh, tokenizer),
+        *(problems, prompts, graders, weights, settings),
     )
 
 
@@ -296,7 +306,7 @@ def answering(inputs: EvaluationInputs) -> Iterator[tuple[Callable[[Prompts], Sc
     backend = build_backend(config.rollout.driver, inputs.model, mesh, engine, decode)
     backend = with_agent(backend, config.rollout, inputs.tokenizer)
     _say(f"loading {path} ({inputs.weights})")
-    backend.load(load_policy(path, inputs.model, mesh, backend.dtype))
+    backend.load(load_policy(path, inputs.model, mesh, backend.dtype, inputs.step))
     grading = Grading(inputs.graders)
 
     def answer(prompts: Prompts) -> Scored:
@@ -312,14 +322,19 @@ def answering(inputs: EvaluationInputs) -> Iterator[tuple[Callable[[Prompts], Sc
 
 
 def evaluate(
-    config: Config, path: pathlib.Path, *, out: str = "", chosen: Set[str] = frozenset()
+    config: Config,
+    path: pathlib.Path,
+    *,
+    out: str = "",
+    chosen: Set[str] = frozenset(),
+    step: int | None = None,
 ) -> Scored:
     """Evaluates a model and writes the answers. Collective. Args and errors as of `read_inputs`.
 
     Args:
       out: folder of the results; "" derives one in evaluations/.
     """
-    inputs = read_inputs(config, path, chosen=chosen)
+    inputs = read_inputs(config, path, chosen=chosen, step=step)
     # Settings and weights name the folder of the results, so that those of other ones are not replaced.
     name = "-".join(path.absolute().parts[-2:] if is_run(path) else path.absolute().parts[-1:])
     crc = zlib.crc32(inputs.settings.encode())
@@ -354,19 +369,23 @@ def _problems(config: Config) -> Problems:
     return Problems((), tuple(source.with_readable_truths(validate) for source in read.evaluation))
 
 
-def _identity(path: pathlib.Path, model: ModelConfig) -> str:
+def _identity(path: pathlib.Path, model: ModelConfig, step: int | None) -> str:
     """Text that identifies the weights."""
     # Of manifests and times of files: the weights may be too large to read them for this.
     if is_run(path):
-        newest = newest_weights(path)
+        newest = newest_weights(path, step)
         manifest = zlib.crc32(newest.checkpoints.manifest(newest.step).read_bytes())
         return f"{newest.checkpoints.path.parent.name} step {newest.step}, {manifest:08x}"
+    if step is not None:
+        raise UserError(f"--step {step} is a checkpoint of a run, and {path} is none; leave it out")
     check_params(path, model)
     files = sorted(path.glob("*.safetensors"))
     return f"{max(file.stat().st_mtime_ns for file in files)}, {len(files)} files"
 
 
-def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+def load_policy(
+    path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any, step: int | None = None
+) -> Params:
     """Loads weights in the generation layout, adapters merged.
 
     Args:
@@ -374,6 +393,7 @@ def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) 
       model: shape of the model without adapters.
       mesh: mesh of the weights.
       dtype: data type of the weights.
+      step: checkpoint of a run; None takes the newest.
 
     Raises:
       UserError: a file is damaged, or a run's checkpoint does not fit its model.
@@ -385,7 +405,7 @@ def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) 
     _, shapes, axes = decoder_graph(trained)
     # As they are stored, in stacks.
     like = with_shardings(shapes, shardings(axes, shapes, GENERATE_RULES, mesh))
-    _, params = read_newest_params(path, like)
+    _, params = read_newest_params(path, like, step)
 
     def merged(params: Params) -> Params:
         merged = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), lora.merge(params, trained))

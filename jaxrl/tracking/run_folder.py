@@ -71,6 +71,10 @@ class RunConfig:
     """Seconds between SIGTERM or Ctrl-C and the end of the run; a step that takes longer is
     abandoned. A checkpoint that is being saved at that time is completed first.
     """
+    certificate: Annotated[str, PATH] = ""
+    """File of `jaxrl certify`. A run ends at its start if the file is about another model, layout,
+    type or version of the code, or if what it requires did not hold (docs/proofs.md). "" asks for none.
+    """
 
     def __post_init__(self):
         names = [split_logger(entry)[0] for entry in self.loggers]

@@ -57,8 +57,8 @@ def model_of_run(source: pathlib.Path) -> ModelConfig:
     return lora.with_adapters(config, read_adapter_config(source))
 
 
-def newest_weights(folder: pathlib.Path) -> StoredWeights:
-    """Finds the newest intact checkpoint of a run. Reads all of its files and changes nothing.
+def newest_weights(folder: pathlib.Path, step: int | None = None) -> StoredWeights:
+    """Finds the newest intact checkpoint of a run, or that of a step. Reads its files and changes nothing.
 
     Raises:
       UserError: if there is none.
@@ -66,21 +66,32 @@ def newest_weights(folder: pathlib.Path) -> StoredWeights:
     run = RunFolder(folder)
     # Later stages first: their weights are newer.
     for stage in (run.rl, run.preference, run.sft):
-        step = StoredCheckpoints(stage.checkpoints.path).newest_intact()
-        if step is not None:
+        stored = StoredCheckpoints(stage.checkpoints.path)
+        if step is None and (newest := stored.newest_intact()) is not None:
+            return StoredWeights(stage.checkpoints, newest)
+        if step in stored.steps and stored.fault(step) is None:
             return StoredWeights(stage.checkpoints, step)
+    if step is not None:
+        raise UserError(
+            f"{folder} has no intact checkpoint of step {step}; choose one of "
+            f"{', '.join(map(str, StoredCheckpoints(run.rl.checkpoints.path).steps)) or 'another run'} "
+            "(run.keep_checkpoints=0 keeps all)"
+        )
     raise UserError(
         f"{folder} has no finished checkpoint that is intact; let the run save one (run.save_every "
         "steps, or a SIGTERM) and start again"
     )
 
 
-def read_newest_params(folder: pathlib.Path, like: Params) -> tuple[int, Params]:
-    """Restores the policy's newest weights.
+def read_newest_params(
+    folder: pathlib.Path, like: Params, step: int | None = None
+) -> tuple[int, Params]:
+    """Restores the policy's newest weights, or those of a step.
 
     Args:
       folder: folder of the run.
       like: tree of the weights' shapes, dtypes and shardings; the weights are restored directly to them.
+      step: step of the checkpoint; None takes the newest.
 
     Returns:
       The step of the checkpoint, and the weights.
@@ -88,13 +99,13 @@ def read_newest_params(folder: pathlib.Path, like: Params) -> tuple[int, Params]
     Raises:
       UserError: if there is no intact checkpoint, or its shapes differ from those of `like`.
     """
-    newest = newest_weights(folder)
+    newest = newest_weights(folder, step)
     while True:
         try:
             stored = StoredCheckpoints(newest.checkpoints.path)
             return newest.step, stored.restore_params(newest.step, "actor", like)
         except (OSError, ValueError):
-            before, newest = newest, newest_weights(folder)
+            before, newest = newest, newest_weights(folder, step)
             # A running job may have removed the checkpoint during reading. Then there is a newer one.
             if newest == before:
                 raise

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl import extensions
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, lookup
 from jaxrl.config.config_tree import format_config
@@ -166,6 +167,8 @@ def train(
         StopSignal(within_s=config.run.stop_within_s) as stop,
     ):
         with stop.ends_at_once():
+            if config.run.certificate:
+                extensions.lookup("run.certificate")(config)
             run = build_context(config, devices, kind=kind)
             if run.card and hosts.is_first():
                 print(run.card)
