@@ -18,7 +18,7 @@ from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.trainer.identity import made_with
 from jaxrl.trainer.resolved import resolve
 
-BOUNDS = {"float32": 1e-4, "bfloat16": 0.1}
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest mean distance of the log-probabilities of sampler and trainer, by the type of the sampler."""
 
 # What a step samples and learns with, besides the model.
