@@ -58,7 +58,7 @@ EXTENSIONS = {
     "jaxrl_hub": set(),
     "jaxrl_planner": set(),
     "jaxrl_pods": set(),
-    "jaxrl_proofs": set(),
+    "jaxrl_proofs": {"jaxrl_pods"},
     "jaxrl_report": set(),
     "jaxrl_serving": set(),
     "jaxrl_smollm2": set(),

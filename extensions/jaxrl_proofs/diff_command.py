@@ -16,7 +16,7 @@ from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.tracking.run_folder import CONTENT, EvaluationFolder, RunFolder
 from jaxrl.trainer.identity import MADE_WITH, differences
-from jaxrl_proofs.paired import compared_answers, is_evaluation, settings_of
+from jaxrl_proofs.paired import compared_answers, settings_of
 from jaxrl_proofs.parting import Comparison, compared
 from jaxrl_proofs.stored_run import STAGES, StoredRun
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     paths = parser.parse_args(arguments).runs
     evaluations = [EvaluationFolder(path) for path in paths]
-    if all(map(is_evaluation, evaluations)):
+    if all(each.results.exists() for each in evaluations):
         return _evaluations(*evaluations)
     before, now = (StoredRun(RunFolder(path)) for path in paths)
     for line in changed(before.texts, now.texts):

@@ -15,16 +15,10 @@ from typing import Any
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
 from jaxrl.tracking.run_folder import EvaluationFolder, parse_config
-from jaxrl.tracking.sample_rows import TOKEN_STRINGS
 from jaxrl_proofs.parting import kept_rows, sample_difference
 
 # Of a normal distribution, 95% lies within so many standard deviations.
 _Z = 1.96
-
-
-def is_evaluation(folder: EvaluationFolder) -> bool:
-    """Whether the folder holds the results of `jaxrl evaluate`."""
-    return folder.results.exists()
 
 
 def settings_of(folder: EvaluationFolder) -> dict[str, str]:
@@ -53,8 +47,7 @@ def compared_answers(*folders: EvaluationFolder) -> Iterator[str]:
     for source in dict.fromkeys(row["source"] for row in old.values()):
         keys = [key for key in old if key[0] == source]
         yield f"{source}: {_accuracies([old[key] for key in keys], [new[key] for key in keys])}"
-    texts = [[rows[key][TOKEN_STRINGS]["text"] for rows in (old, new)] for key in parted]
-    places = [_first_apart(*each) for each in texts if each[0] != each[1]]
+    places = [found.at for found in parted.values() if found.at is not None]
     if places:
         yield (
             f"{len(old) - len(places)} of {len(old)} answers are equal, the others part at token "
@@ -66,11 +59,6 @@ def compared_answers(*folders: EvaluationFolder) -> Iterator[str]:
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["source"], row["prompt_id"], row["sample"]
-
-
-def _first_apart(old: Sequence[str], new: Sequence[str]) -> int:
-    shorter = min(len(old), len(new))
-    return next((i for i in range(shorter) if old[i] != new[i]), shorter)
 
 
 def _accuracies(old: Sequence[Any], new: Sequence[Any]) -> str:

@@ -115,6 +115,8 @@ class Difference:
     where: str
     line: str
     by_rounding: bool = False
+    at: int | None = None
+    """Token at which two answers part."""
 
 
 def _metrics(
@@ -201,7 +203,7 @@ def sample_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differe
         ]
         line = f"answers: {name}, token {at}: {' -> '.join(drawn)}"
         before = "equal" if not largest else f"up to {number(largest)} apart"
-        return Difference("answers", f"{line}; log-probabilities before it are {before}")
+        return Difference("answers", f"{line}; log-probabilities before it are {before}", at=at)
     if pieces[0].get("version") != pieces[1].get("version"):
         return Difference("answers", f"answers: {name} has tokens of other versions of the weights")
     if pieces[0].get("branches") != pieces[1].get("branches"):

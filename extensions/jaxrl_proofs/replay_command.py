@@ -83,31 +83,29 @@ def main(argv: Sequence[str]) -> int:
     if kept is not None:
         line, equal = drawn_again(kept, config, args.step, start)
         print(line)
-        return _finished(out, keep=args.out is not None, equal=equal)
-    if status := program.train(config):
+    elif status := program.train(config):
         return status
-    again = StoredRun(config.run_folder)
-    if args.step not in again.rows("rl"):
+    else:
+        equal = _compare(run, StoredRun(config.run_folder), start, args.step)
+    if not equal:
+        print(f"the run made again is kept in {config.run_folder}")
+    elif args.out is None:
+        shutil.rmtree(out)
+    return int(not equal)
+
+
+def _compare(run: StoredRun, again: StoredRun, start: int, step: int) -> bool:
+    """Prints how the steps after `start` differ; returns whether they are equal."""
+    if step not in again.rows("rl"):
         raise UserError(
-            f"{again.folder.rl.metrics} has lost the row of step {args.step}; replay it again"
+            f"{again.folder.rl.metrics} has lost the row of step {step}; replay it again"
         )
     # Beside a sampler that runs free, an evaluation at the end has other weights than one on the way.
     apart = ("val-",) if _repeats(run) else ()
-    found = compared(run, again, steps=range(start + 1, args.step + 1), ignored=apart)
-    print(*told(found), sep="\n")
-    weights = list(weights_apart(run, again, args.step))
-    print(*weights, sep="\n", end="\n" if weights else "")
-    equal = found.parting is None and not any("differ" in line for line in weights)
-    if not equal:
-        print(f"the run made again is kept in {config.run_folder}")
-    return _finished(out, keep=not equal or args.out is not None, equal=equal)
-
-
-def _finished(out: pathlib.Path, *, keep: bool, equal: bool) -> int:
-    """The exit status; removes the new folder unless it is kept."""
-    if not keep:
-        shutil.rmtree(out)
-    return int(not equal)
+    found = compared(run, again, steps=range(start + 1, step + 1), ignored=apart)
+    weights = list(weights_apart(run, again, step))
+    print(*told(found), *weights, sep="\n")
+    return found.parting is None and not any("differ" in line for line in weights)
 
 
 def check_step(run: StoredRun, step: int) -> None:
@@ -115,14 +113,8 @@ def check_step(run: StoredRun, step: int) -> None:
     rows = run.rows("rl") if run.texts else {}
     if step < 1 or step not in rows:
         last = max(rows, default=0)
-        raise UserError(
-            f"--step {step}: {run.folder} has "
-            + (
-                f"the steps 1 to {last}"
-                if last
-                else "no step of reinforcement learning to make again"
-            )
-        )
+        what = f"the steps 1 to {last}" if last else "no step of reinforcement learning to repeat"
+        raise UserError(f"--step {step}: {run.folder} has {what}")
 
 
 def checkpoint_before(run: StoredRun, step: int) -> int:

@@ -45,17 +45,14 @@ def kept_sample(
     Raises:
       UserError: the run has no such sample, or not the weights that it was drawn with.
     """
-    for setting in ("agent", "max_staleness"):
-        if value := getattr(config.rollout, setting):
+    rollout = config.rollout
+    others = {"rollout.agent": rollout.agent, "rollout.max_staleness": rollout.max_staleness}
+    for setting, value in (others | {"data.sampler": config.data.sampler}).items():
+        if value:
             raise UserError(
-                f"--sample: with rollout.{setting} {value!r} a sample depends on more than its key and the "
-                "weights before its step; leave --sample out, which makes the whole step again"
+                f"--sample: with {setting} {value!r} a sample depends on more than its key and the weights "
+                "before its step; leave --sample out, which makes the whole step again"
             )
-    if config.data.sampler:
-        raise UserError(
-            f"--sample: data.sampler {config.data.sampler!r} chose the prompts by what came before; leave "
-            "--sample out, which makes the whole step again"
-        )
     if start != step - 1:
         raise UserError(
             f"--sample {number} of step {step} needs the weights after step {step - 1}, and the newest "

@@ -9,7 +9,8 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.tracking.run_folder import RunFolder, parse_config
+from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder, parse_config
+from jaxrl_proofs.paired import compared_answers, settings_of
 from jaxrl_proofs.parting import compared
 from jaxrl_proofs.stored_run import StoredRun, config_of
 
@@ -126,3 +127,43 @@ def test_settings_that_cannot_be_read_are_named():
         config_of({"seed": "["}, origin="f")
     with pytest.raises(UserError, match=r"^f: .*no_such_setting.*version of jaxrl that made"):
         config_of({"no_such_setting": "1"}, origin="f")
+
+
+def evaluated(
+    folder: pathlib.Path, verdicts: list[list[bool]], texts: list[str]
+) -> EvaluationFolder:
+    """An evaluation with two answers to each prompt, of one token."""
+    folder.mkdir()
+    rows = [
+        pieces(text=[texts[2 * n + i]], rollout_logprob=[-0.5], old_logprob=[])
+        | {"prompt_id": n, "sample": i, "correct": right}
+        for n, of_prompt in enumerate(verdicts)
+        for i, right in enumerate(of_prompt)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["model = 'a'", "weights of rl step 2, 00", "seed = 0"]
+    (folder / "results.json").write_text(json.dumps({"settings": settings, "metrics": {}}))
+    return EvaluationFolder(folder)
+
+
+def test_the_difference_of_two_evaluations_is_paired_by_prompt(tmp_path):
+    no, yes = False, True
+    old = evaluated(tmp_path / "old", [[no, no], [no, yes], [yes, yes], [yes, no]], [*"abcdefgh"])
+    new = evaluated(tmp_path / "new", [[no, yes], [no, yes], [yes, yes], [yes, yes]], [*"aBcdefgH"])
+    # Means of the prompts 0, .5, 1, .5 and .5, .5, 1, 1. Their differences .5, 0, 0, .5 have a variance of
+    # 1/12, so 1.96 standard errors are 1.96 / sqrt(48); apart the variances are 1/6 and 1/12, 1.96 / 4.
+    accuracy, equal, first = compared_answers(old, new)
+    assert accuracy == (
+        "sums: 50.0% -> 75.0%, +25.0% ± 28.3% paired over 4 prompts (± 49.0% if each had prompts of its own)"
+    )
+    assert equal == "6 of 8 answers are equal, the others part at token 0 (median)"
+    assert first.startswith("first: answers: sample 1 of prompt 0, token 0: 'b' (-0.5000) -> 'B'")
+    assert list(compared_answers(old, old)) == []
+    assert settings_of(old) == {"seed": "0"}
+
+
+def test_evaluations_of_other_prompts_are_refused(tmp_path):
+    old = evaluated(tmp_path / "old", [[True, True]], [*"ab"])
+    new = evaluated(tmp_path / "new", [[True, True], [True, True]], [*"abcd"])
+    with pytest.raises(UserError, match=r"evaluate both with the same problems and --n$"):
+        list(compared_answers(old, new))

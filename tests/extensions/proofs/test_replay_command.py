@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,6 +16,7 @@ from jaxrl import cli
 from jaxrl.errors import EXIT_USER_ERROR
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.trainer import program
+from jaxrl_proofs.parting import kept_rows
 from jaxrl_proofs.replay_command import weights_apart
 from jaxrl_proofs.stored_run import StoredRun
 
@@ -33,7 +35,7 @@ def made(tmp_path_factory) -> pathlib.Path:
         {"reward.functions": {"long": {"path": f"{folder / 'reward.py'}:score", "weight": 0.1}}},
         run__num_steps=4,
         run__save_every=2,
-        run__rollouts_every=2,
+        run__rollouts_every=1,
         evaluation__every=0,
         algorithm__dataflow="grpo",
         mesh__train="1-2-4",
@@ -151,6 +153,180 @@ def test_two_runs_part_where_a_row_does(copy, made, capsys):
     assert status == 1 and "setting seed: 0 -> 1" in text
     assert "rl step 3 parts, by rounding alone, first in its update" in text
     assert "rows: rl 4 -> rl 3" in text
+
+
+def edit_rows(path: pathlib.Path, change, *, at: int = 0) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    change(rows[at])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def of_sample(**changes):
+    """A change of the first kept sample of step 3; a function changes what was there."""
+
+    def damage(folder: pathlib.Path) -> None:
+        def change(row: dict) -> None:
+            pieces = row["token_pieces"]
+            for name, new in changes.items():
+                of = pieces if name in pieces else row
+                of[name] = new(of[name])
+
+        edit_rows(folder / "rollouts/step_3.jsonl", change)
+
+    return damage
+
+
+def of_row(name: str, new: float):
+    return lambda folder: edit_rows(
+        folder / "rl/metrics.jsonl", lambda row: row.update({name: new}), at=2
+    )
+
+
+def of_setting(name: str, value: str):
+    return lambda folder: set_in(folder, name, value)
+
+
+def without_a_row(folder: pathlib.Path) -> None:
+    path = folder / "rl/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+
+
+DAMAGES = {
+    "key": (of_setting("seed", "7"), "setting seed: 0 -> 7"),
+    "template": (of_setting("data.template", "'{prompt}'"), "setting data.template"),
+    "rate": (of_setting("optim.lr", "0.5"), "setting optim.lr: 0.001 -> 0.5"),
+    "code": (of_setting("content of jaxrl", "'00'"), "made with jaxrl: "),
+    "version of jax": (of_setting("content of jax", "'0.1'"), "made with jax: "),
+    "data": (of_setting("content of data.train.path", "'00'"), "has other content"),
+    "metric": (of_row("actor/grad_norm", 7.0), "rl step 3 parts, first in its update"),
+    "rate of a step": (of_row("actor/lr", 7.0), "rl step 3 parts, first in its learning rate"),
+    "score": (of_row("critic/score/mean", 7.0), "rl step 3 parts, first in its verdicts"),
+    "row": (without_a_row, "rows: rl 4 -> rl 3"),
+    "prompt": (of_sample(prompt=lambda text: text + "!"), "first in its prompts"),
+    "token": (of_sample(text=lambda text: ["?", *text[1:]]), "token 0: "),
+    "cut answer": (of_sample(text=lambda text: text[:-1]), "-> the end"),
+    "verdict": (of_sample(correct=lambda right: not right), "first in its verdicts"),
+    "reward": (of_sample(reward=lambda reward: reward + 1), "first in its verdicts"),
+    "log-probability": (
+        of_sample(rollout_logprob=lambda x: [-9.0, *x[1:]]),
+        "first in its log-probabilities",
+    ),
+    "trainer": (of_sample(old_logprob=lambda x: [*x[:-1], -9.0]), "under the trainer"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_run_damaged_by_hand_is_told_by_what_was_changed(name, copy, made, capsys):
+    damage, says = DAMAGES[name]
+    damage(copy)
+    _, text = said(capsys, "diff", made, copy)
+    assert says in text, text
+    # Nothing else is found.
+    assert ("parts" in text) == says.startswith(("rl step", "first in", "token", "-> the", "under"))
+    assert text.count("setting ") + text.count("made with") == (
+        says.startswith(("setting", "made with", "has other"))
+    )
+
+
+@pytest.mark.long
+def test_a_changed_weight_is_named(copy, capsys):
+    folder = copy / "rl/checkpoints/4/actor"
+    tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    with ocp.PyTreeCheckpointer() as keeper:
+        state = keeper.restore(folder, restore_args=kinds)
+        state["params"]["embedding"] = state["params"]["embedding"].copy()
+        state["params"]["embedding"][3, 5] += 0.5
+        shutil.rmtree(folder)
+        keeper.save(folder, state)
+    status, text = said(capsys, "replay", copy, "--step", 4)
+    assert status == 1 and "equal: 2 rows" in text
+    assert "arrays differ, most ['params']['embedding'], by 0.5" in text and ": 1 of " in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("step", "start"), [(1, "the start"), (3, "the checkpoint of step 2")], ids=str
+)
+def test_a_sample_is_made_again_without_its_batch(made, step, start, capsys):
+    rows = kept_rows(RunFolder(made).rollouts.step(step))
+    # The second sample of the second prompt.
+    assert [row["sample"] for row in rows[:6]] == [0, 1, 2, 3, 0, 1]
+    status, text = said(capsys, "replay", made, "--step", step, "--sample", 5)
+    length = len(rows[5]["token_pieces"]["text"])
+    assert status == 0 and f"from {start}; in" in text, text
+    assert (
+        f"equal: sample 1 of prompt {rows[5]['prompt_id']}, {length} tokens with their" in text
+        or "by rounding alone: tokens and verdict are equal" in text
+    )
+
+
+@pytest.mark.long
+def test_a_damaged_sample_is_named(copy, capsys, tmp_path):
+    of_sample(text=lambda text: ["?", *text[1:]])(copy)
+    given = "replay", copy, "--step", 3, "--sample"
+    status, text = said(capsys, *given, 0, "--out", tmp_path / "again")
+    assert status == 1 and "answers: sample 0 of prompt " in text and "token 0: '?'" in text, text
+    edit_rows(copy / "rollouts/step_3.jsonl", lambda row: row.update(correct=None), at=1)
+    status, text = said(capsys, *given, 1)
+    assert status == 1 and "verdicts: sample 1 of prompt " in text and "correct: None" in text
+
+
+def test_a_sample_that_cannot_be_made_alone_is_told(copy, capsys):
+    def fails(*arguments) -> str:
+        status, text = said(capsys, "replay", copy, *arguments)
+        assert status == EXIT_USER_ERROR and len(text.strip().splitlines()) == 1, text
+        return text
+
+    assert "needs the weights after step 3, and the newest checkpoint before is of step 2" in fails(
+        "--step", 4, "--sample", 0
+    )
+    assert "step 3 kept the samples 0 to 31" in fails("--step", 3, "--sample", 32)
+    (copy / "rollouts/step_3.jsonl").unlink()
+    assert "kept no samples of this step" in fails("--step", 3, "--sample", 0)
+    shutil.rmtree(copy / "rl/checkpoints/2")
+    assert "newest checkpoint before is of step 0; take a sample of step 1" in fails(
+        "--step", 3, "--sample", 0
+    )
+    for name, value in (("agent", "'a.py:play'"), ("max_staleness", "1")):
+        set_in(copy, f"rollout.{name}", value)
+        assert f"with rollout.{name} " in fails("--step", 3, "--sample", 0)
+        set_in(copy, f"rollout.{name}", "''" if name == "agent" else "0")
+
+
+@pytest.mark.long
+def test_what_is_missing_is_told(made, copy, capsys):
+    """A grader that is not here, a mesh of more devices, a setting of another version."""
+    reward = made.parents[2] / "reward.py"
+    reward.rename(reward.with_suffix(".gone"))
+    try:
+        status, text = said(capsys, "replay", copy, "--step", 3)
+        assert status == EXIT_USER_ERROR and "reward.py" in text.splitlines()[-1], text
+    finally:
+        reward.with_suffix(".gone").rename(reward)
+    status, text = said(capsys, "replay", copy, "--step", 3, "--config.mesh.train=1-2-8")
+    assert status == EXIT_USER_ERROR and "needs 16, found 8" in text.splitlines()[-1]
+    with (copy / "config.txt").open("a") as file:
+        file.write("rollout.of_another_time = 3\n")
+    status, text = said(capsys, "replay", copy, "--step", 3)
+    assert status == EXIT_USER_ERROR and len(text.strip().splitlines()) == 1
+    assert "rollout.of_another_time" in text and "take the version of jaxrl that made" in text
+
+
+@pytest.mark.long
+def test_two_checkpoints_are_compared_on_the_same_prompts(made, tmp_path, capsys):
+    folders = [tmp_path / f"at{step}" for step in (2, 4)]
+    for step, folder in zip((2, 4), folders, strict=True):
+        status, text = said(capsys, "evaluate", "--model", made, "--step", step, "--out", folder)
+        assert status == 0 and f"rl step {step}, " in text
+    status, text = said(capsys, "diff", *folders)
+    assert status == 1 and "repeat: " in text and "paired over 24 prompts" in text
+    assert "setting" not in text
+    assert said(capsys, "diff", folders[0], folders[0]) == (0, "equal: all answers\n")
+    status, text = said(capsys, "evaluate", "--model", made, "--step", 3)
+    assert (
+        status == EXIT_USER_ERROR and "no intact checkpoint of step 3; choose one of 2, 4" in text
+    )
 
 
 def test_states_are_compared_array_by_array(tmp_path):
