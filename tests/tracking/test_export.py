@@ -28,7 +28,7 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
-from jaxrl.tracking.run_weights import export_run
+from jaxrl.tracking.run_weights import export_run, newest_weights
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.roles import role_models
@@ -89,6 +89,14 @@ def test_the_newest_weights_of_the_last_stage(tmp_path):
     assert read_config(tmp_path / "hf") == TINY
     assert_equal(load_params(tmp_path / "hf", TINY, shardings(TINY)), params[3])
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_the_weights_of_a_step(tmp_path):
+    params = {step: random_params(TINY, seed=step) for step in (1, 3)}
+    run = finished_run(tmp_path / "run", TINY, {"rl": params})
+    assert newest_weights(run, 1).step == 1 and newest_weights(run).step == 3
+    with pytest.raises(UserError, match="no intact checkpoint of step 2; choose one of 1, 3 "):
+        newest_weights(run, 2)
 
 
 def test_the_command_prints_the_dtype(tmp_path, capsys):
