@@ -9,7 +9,7 @@ from model_sizes import sized_model
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl_planner.hardware.accelerators import Accelerator
-from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.hardware.cluster import Cluster, MixedCluster
 from jaxrl_planner.search.mapping import placements_of
 from jaxrl_planner.search.pool_fronts import divisors, layouts_of
 from jaxrl_planner.simulation.assumptions import Assumptions
@@ -65,23 +65,30 @@ def toy_work(**changes) -> Workload:
     )
 
 
-def brute_force(roles, models, work, cluster: Cluster, assume: Assumptions, limits) -> float:
+def brute_force(
+    roles, models, work, cluster: Cluster | MixedCluster, assume: Assumptions, limits
+) -> float:
     """Seconds of the best mapping: everything is tried with everything."""
     best = np.inf
     names = [role.name for role in roles]
     pools = {}
     for placement in placements_of(names):
-        for sizes in itertools.product(cluster.pool_sizes, repeat=len(placement)):
-            if sum(sizes) > cluster.num_devices:
+        where = [(group, n) for group in cluster.groups for n in group.pool_sizes]
+        for chosen in itertools.product(where, repeat=len(placement)):
+            taken = {group: 0 for group in cluster.groups}
+            for group, n in chosen:
+                taken[group] += n
+            if any(n > group.num_devices for group, n in taken.items()):
                 continue
             stages = np.zeros((1, 3))
-            for pool, devices in zip(placement, sizes, strict=True):
-                if (pool, devices) not in pools:
+            for pool, (group, devices) in zip(placement, chosen, strict=True):
+                if (pool, group, devices) not in pools:
                     members = [role for role in roles if role.name in pool]
-                    pools[pool, devices] = _everything(
-                        members, models, work, cluster, assume, limits, devices
+                    pools[pool, group, devices] = _everything(
+                        members, models, work, group, assume, limits, devices
                     )
-                stages = np.maximum(stages[:, None], pools[pool, devices][None]).reshape(-1, 3)
+                here = pools[pool, group, devices]
+                stages = np.maximum(stages[:, None], here[None]).reshape(-1, 3)
             best = min(best, stages.sum(axis=1).min(initial=np.inf))
     return float(best)
 

@@ -28,7 +28,13 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.trainer.resolved import resolve
 from jaxrl_planner.compiled.ahead import CompiledProgram, compile_program, roofline
 from jaxrl_planner.compiled.programs import Program
-from jaxrl_planner.hardware.cluster import Cluster, Topology, shapes_of_at_least
+from jaxrl_planner.hardware.cluster import (
+    Cluster,
+    MixedCluster,
+    Topology,
+    group_of,
+    shapes_of_at_least,
+)
 from jaxrl_planner.memory import ResidentBuffers
 from jaxrl_planner.plan import PHASES, Plan, check_positions, describe_flow, planned_pool
 from jaxrl_planner.planned_roles import (
@@ -49,7 +55,10 @@ ASSUMED_MEMORY = 80 * 10**9
 
 
 def trace_plan(
-    config: Config, cluster: Cluster | None = None, *, responses: LengthDistribution | None = None
+    config: Config,
+    cluster: Cluster | MixedCluster | None = None,
+    *,
+    responses: LengthDistribution | None = None,
 ) -> Plan:
     """Traces a recipe without its devices and data, and counts the memory that it needs.
 
@@ -71,18 +80,20 @@ def trace_plan(
     meshes = abstract_meshes(found.pools)
     slots_are_chosen = config.rollout.slots == "auto"
     remat_is_chosen = config.train.remat == "auto"
-    memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
+    kinds = [group.accelerator for group in cluster.groups] if cluster else []
+    memory = min((int(kind.memory_gb * 1e9) for kind in kinds), default=ASSUMED_MEMORY)
     # The roles below have as many slots as were chosen.
     found = with_remat(with_slots(found, meshes, memory), meshes, memory)
     roles = planned_roles(found, meshes)
     config = roles.config
     if cluster is not None:
         pools = roles.pools
-        check_num_devices(pools, cluster.name, cluster.accelerator, cluster.num_devices)
+        if isinstance(cluster, Cluster):
+            check_num_devices(pools, cluster.name, cluster.accelerator, cluster.num_devices)
         check_positions(pools, cluster)
     load = load_of(config, responses)
     updates, seconds, operations = {}, [], []
-    for _, program, mesh in roles.programs(load):
+    for role, program, mesh in roles.programs(load):
         flops = 0.0
         for piece in program.pieces:
             # Not `make_jaxpr`, inside of which no function may have compiler options.
@@ -97,17 +108,16 @@ def trace_plan(
         if cluster is not None:
             # Only compiling shows the traffic.
             floor = roofline(
-                *(cluster.accelerator, flops, program.reads),
+                *(group_of(roles.pool_of(role), cluster).accelerator, flops, program.reads),
                 num_devices=mesh.size,
                 dtype=config.train.dtype,
             )
             seconds.append((program.role, program.name, program.phase, floor))
-    pools = tuple(
-        planned_pool(
-            pool, (*roles.resident_buffers(pool), *buffers_in_updates(roles, pool, updates))
-        )
-        for pool in roles.pools
-    )
+    pools = []
+    for pool in roles.pools:
+        buffers = *roles.resident_buffers(pool), *buffers_in_updates(roles, pool, updates)
+        where = f"{group_of(pool, cluster).name}, " if isinstance(cluster, MixedCluster) else ""
+        pools.append(planned_pool(pool, buffers, where=where))
     chosen = []
     if remat_is_chosen:
         chosen.append(("train.remat", chosen_remat(config, memory)))
@@ -117,7 +127,7 @@ def trace_plan(
         chosen.append(("rollout.slots", slots))
     return Plan(
         title=f"{config.name}, {roles.resolved.dataflow.title}",
-        pools=pools,
+        pools=tuple(pools),
         notes=(*chosen, *_notes(roles), *operations),
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
     )

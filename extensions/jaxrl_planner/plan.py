@@ -23,7 +23,7 @@ from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.pools import Pool, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl_planner.compiled.ahead import CompiledProgram
-from jaxrl_planner.hardware.cluster import Cluster, Topology
+from jaxrl_planner.hardware.cluster import Cluster, MixedCluster, Topology, group_of
 from jaxrl_planner.memory import ResidentBuffers, phase_bytes
 from jaxrl_planner.planned_roles import PlannedRoles
 from jaxrl_planner.simulation.workload import train_name
@@ -109,21 +109,31 @@ class Plan:
         return found
 
 
-def check_positions(pools: Sequence[Pool], cluster: Cluster) -> None:
+def check_positions(pools: Sequence[Pool], cluster: Cluster | MixedCluster) -> None:
     """Raises UserError if a run with a process on each host of a cluster cannot place its pools.
 
-    There may be too few devices, pools may overlap, or a pool may not divide over the hosts.
+    There may be too few devices, pools may overlap, or a pool may not divide over the hosts of its group.
     """
-    try:
-        take_devices(pools, cluster.devices)
-    except UserError as error:
-        raise UserError(f"{cluster.name}, a process on each host: {error}") from error
+    for group in cluster.groups:
+        here = [
+            dataclasses.replace(pool, span=pool.span and tuple(n - group.first for n in pool.span))
+            for pool in pools
+            if group_of(pool, cluster) == group
+        ]
+        try:
+            take_devices(here, group.devices)
+        except UserError as error:
+            raise UserError(f"{group.name}, a process on each host: {error}") from error
 
 
 def planned_pool(
-    pool: Pool, buffers: Sequence[ResidentBuffers], programs: Sequence[CompiledProgram] = ()
+    pool: Pool,
+    buffers: Sequence[ResidentBuffers],
+    programs: Sequence[CompiledProgram] = (),
+    *,
+    where: str = "",
 ) -> PlannedPool:
-    """Describes a pool: how its roles are sharded, its resident buffers and its compiled programs."""
+    """Describes a pool: where it is, how its roles are sharded, its buffers and its compiled programs."""
     # Roles of a pool may have different layouts.
     by_layout: dict[ParallelLayout, list[str]] = {}
     for role, layout in pool.layouts.items():
@@ -135,7 +145,7 @@ def planned_pool(
         generation = f", generation {layout.generate}" if samples else ""
         shown.append(f"{whose}training {train_name(layout)}{generation}")
     return PlannedPool(
-        *(pool.name, "; ".join(shown), pool.num_devices, tuple(buffers), tuple(programs))
+        *(pool.name, where + "; ".join(shown), pool.num_devices, tuple(buffers), tuple(programs))
     )
 
 

@@ -4,6 +4,7 @@
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8 --trace             traces, simulates
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
     jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
+    jaxrl plan --config configs/ppo_llama8b.py --topology h100:2x8+a100:2x8 --search     searches, simulates
 
 A traced plan counts the buffers of every role on a device from shapes, and the operations of every program;
 `jaxrl train --dry_run` prints the same. With --topology the seconds of a step are predicted too: simulated,
@@ -36,7 +37,7 @@ from jaxrl.tracking.durable import disk_errors
 from jaxrl_planner import plan_output
 from jaxrl_planner.compiled.ahead import CompiledProgram
 from jaxrl_planner.hardware.accelerators import ACCELERATORS
-from jaxrl_planner.hardware.cluster import Cluster, read_topology
+from jaxrl_planner.hardware.cluster import MixedCluster, read_cluster, read_topology
 from jaxrl_planner.make_plan import compile_plan, trace_plan
 from jaxrl_planner.plan import Plan
 from jaxrl_planner.search.mapping_choice import propose, setting_lines
@@ -80,17 +81,24 @@ def show_traced(config: Config) -> None:
 
 def _plan(args: argparse.Namespace, config: Config) -> Plan:
     # The plan for a topology, of the searched mapping if one is asked for.
-    cluster = Cluster.parse(args.topology)
+    cluster = read_cluster(args.topology)
+    mixed = isinstance(cluster, MixedCluster)
     responses = None
     if args.response_tokens is not None:
         responses = response_lengths(config, args.response_tokens)
     if args.search or config.mesh.searched:
         found, proposed = propose(config, cluster, responses=responses)
-        lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
+        which = (
+            ", for plans (a run has pools of some hosts only with hosts.pools_apart)"
+            if mixed
+            else ""
+        )
+        settings = setting_lines(config, proposed)
+        lines = [*found.lines(), f"settings of this mapping{which}:", *settings]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
-    # The compiler has no description of a kind that is in a file only.
-    if args.trace or cluster.accelerator.name not in ACCELERATORS:
+    # The compiler has no description of a kind that is in a file only, and compiles for one kind.
+    if args.trace or mixed or cluster.accelerator.name not in ACCELERATORS:
         return trace_plan(config, cluster, responses=responses)
     topology = read_topology(args.topology)
     return compile_plan(config, topology, responses=responses, watch=_progress)
@@ -109,7 +117,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology",
         default="",
-        help="compiles for it: a TPU slice (v5p:4x4x8) or hosts of GPUs (h100:16x8)",
+        help="compiles for it: a TPU slice (v5p:4x4x8) or hosts of GPUs (h100:16x8); simulates groups of "
+        "hosts of different kinds (h100:2x8+a100:2x8)",
     )
     parser.add_argument(
         "--response-tokens",

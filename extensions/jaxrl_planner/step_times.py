@@ -16,8 +16,9 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.trainer.resolved import Resolved
 from jaxrl_planner.compiled.ahead import Seconds
 from jaxrl_planner.compiled.counts import Counts
-from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.hardware.cluster import Cluster, MixedCluster, group_of
 from jaxrl_planner.planned_roles import PlannedRoles
+from jaxrl_planner.simulation.assumptions import Assumptions
 from jaxrl_planner.simulation.kernel_times import TokenCounts
 from jaxrl_planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl_planner.simulation.step_costs import StepCosts, TaskCosts
@@ -27,6 +28,7 @@ from jaxrl_planner.simulation.step_simulator import (
     RoleTasks,
     StepSimulator,
     role_tasks,
+    simulate_step,
 )
 from jaxrl_planner.step_load import StepLoad, assumptions_of
 
@@ -49,7 +51,7 @@ class StepTimes(StepCosts):
       overlaps: whether sampling for the next step overlaps with the rest of a step (free running).
     """
 
-    cluster: Cluster
+    cluster: Cluster | MixedCluster
     load: StepLoad
     num_steps: int
     overlaps: bool = False
@@ -74,7 +76,7 @@ class StepTimes(StepCosts):
 
 def step_times(
     planned: PlannedRoles,
-    cluster: Cluster,
+    cluster: Cluster | MixedCluster,
     load: StepLoad,
     programs: Iterable[ProgramSeconds],
     token: Counts | None = None,
@@ -110,7 +112,10 @@ def step_times(
 
 
 def expected_step(
-    planned: PlannedRoles, cluster: Cluster, load: StepLoad, token: Counts | None = None
+    planned: PlannedRoles,
+    cluster: Cluster | MixedCluster,
+    load: StepLoad,
+    token: Counts | None = None,
 ) -> StepCosts:
     """Simulates each stage of a step, as the search does.
 
@@ -120,9 +125,13 @@ def expected_step(
       load: work of a step.
       token: as of `step_times`.
     """
-    models, roles = planned.models.by_role, {}
+    models, roles, simulators = planned.models.by_role, {}, {}
     engines = {planned.sampler: planned.engine, "judge": planned.judge}
     for number, pool in enumerate(planned.pools):
+        group = group_of(pool, cluster)
+        assumptions = assumptions_of(planned.config, group.accelerator)
+        counted = _counted(assumptions, token, planned) if token else assumptions
+        simulators |= dict.fromkeys(pool.roles, StepSimulator(group, load.work, counted))
         for name in pool.roles:
             layout, engine, slots, tokens = pool.layout_of(name), engines.get(name), 0, 0
             if name in _SAMPLERS:
@@ -136,30 +145,31 @@ def expected_step(
                     # Page 0 is a scratch page.
                     tokens = (pages.num_pages - 1) * pages.page_tokens
             roles[name] = RoleMapping(name, number, layout, slots, tokens)
-    assumptions = assumptions_of(planned.config, cluster.accelerator)
-    counted = assumptions
-    if token is not None:
-        rows = planned.engine.config.slots // planned.engine.shards
-        found = TokenCounts(
-            token.kernels,
-            token.weight_bytes_copied,
-            (token.other_bytes + token.product_bytes) / rows,
-            token.host_visits,
-            assumptions.kernels.row_rounds * (token.loops_beside > 0),
-        )
-        counted = dataclasses.replace(assumptions, token=found)
-    simulator = StepSimulator(cluster, load.work, counted)
-    step = simulator.step(tasks_of_run(planned.resolved), models, roles)
+    step = simulate_step(tasks_of_run(planned.resolved), models, roles, simulators)
     if "judge" not in roles:
         return step
-    role = roles["judge"]
+    role, group = roles["judge"], group_of(planned.pool_of("judge"), cluster)
     verdicts = load.of_verdicts(planned.config.reward.judge.max_verdict_tokens).work
-    costs = GenerationSimulator(cluster, verdicts, assumptions).generation(
+    assumptions = assumptions_of(planned.config, group.accelerator)
+    costs = GenerationSimulator(group, verdicts, assumptions).generation(
         *(models["judge"], role.layout, role.slots, role.cache_tokens)
     )
     judged = TaskCosts("preparation", "judge", role.pool, costs)
     # After the tasks of preparation.
     return StepCosts(tuple(sorted((*step.tasks, judged), key=lambda t: STAGES.index(t.stage))))
+
+
+def _counted(assumptions: Assumptions, token: Counts, planned: PlannedRoles) -> Assumptions:
+    # With what the compiled decode loop does for a token.
+    rows = planned.engine.config.slots // planned.engine.shards
+    found = TokenCounts(
+        token.kernels,
+        token.weight_bytes_copied,
+        (token.other_bytes + token.product_bytes) / rows,
+        token.host_visits,
+        assumptions.kernels.row_rounds * (token.loops_beside > 0),
+    )
+    return dataclasses.replace(assumptions, token=found)
 
 
 def tasks_of_run(resolved: Resolved) -> tuple[RoleTasks, ...]:

@@ -2,6 +2,7 @@
 
     v5p:4x4x8     a slice of 128 chips, by generation and shape; the package libtpu compiles for it
     h100:16x8     16 hosts of 8 GPUs; JAX's CUDA plugin compiles for it, without a GPU or a driver
+    h100:2x8+a100:2x8     groups of hosts of different kinds; for simulation only
 
 Neither opens a device. One cannot compile for a kind of device from a file.
 
@@ -20,8 +21,10 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ from jax.experimental import topologies
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import FIGURES
+from jaxrl.mesh.pools import Pool
 from jaxrl.private import compile_kernels_for
 from jaxrl_planner.hardware.accelerators import Accelerator, accelerator
 
@@ -201,11 +205,13 @@ class Cluster:
       shape: hosts x devices for GPUs, sides of the torus in chips for TPUs.
       whole_hosts: whether a pool has whole hosts or a part of one, as in the system of the HybridFlow paper.
         Our runs cannot do this.
+      first: position of its first device, in a `MixedCluster`.
     """
 
     accelerator: Accelerator
     shape: tuple[int, ...]
     whole_hosts: bool = False
+    first: int = 0
 
     def __post_init__(self):
         kind, shape = self.accelerator, self.shape
@@ -232,6 +238,11 @@ class Cluster:
         Raises:
           UserError: the text, the kind or the topology is wrong.
         """
+        if len(texts_of_groups(text)) > 1:
+            raise UserError(
+                f"topology {text} names groups of hosts, and programs are compiled for one kind; name "
+                "one group, or simulate a step on all with `jaxrl plan --config RECIPE --search`"
+            )
         kind, _, sides = text.rpartition(":")
         parts = sides.split("x")
         if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
@@ -263,6 +274,11 @@ class Cluster:
     @property
     def num_hosts(self) -> int:
         return self.num_devices // self.host_devices
+
+    @property
+    def groups(self) -> tuple[Cluster, ...]:
+        """Itself alone, as of `MixedCluster`."""
+        return (self,)
 
     @property
     def devices(self) -> tuple[ClusterDevice, ...]:
@@ -309,3 +325,77 @@ class Cluster:
         leaving = np.bincount(hosts[hosts != np.roll(hosts, -1, axis=1)]).max()
         gbs = min(kind.link_gbs, kind.host_gbs * part / int(leaving))
         return Ring(members, members - 1 - crossings, crossings, gbs)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedCluster:
+    """Groups of hosts, which may differ in kind. Devices are numbered group by group.
+
+    A pool lies in one group, because an SPMD program has devices of one kind.
+    """
+
+    groups: tuple[Cluster, ...]
+
+    @staticmethod
+    def of(*groups: Cluster) -> MixedCluster:
+        """Groups side by side.
+
+        Raises:
+          UserError: their platforms differ.
+        """
+        ends = itertools.accumulate(group.num_devices for group in groups)
+        placed = [
+            dataclasses.replace(group, first=end - group.num_devices)
+            for group, end in zip(groups, ends, strict=True)
+        ]
+        found = MixedCluster(tuple(placed))
+        if len({group.accelerator.platform for group in groups}) > 1:
+            which = ", ".join(f"{g.accelerator.name}: {g.accelerator.platform}" for g in groups)
+            raise UserError(
+                f"topology {found.name} has devices of several platforms ({which}), and JAX gives a run "
+                "those of one; name groups of one platform"
+            )
+        return found
+
+    @property
+    def name(self) -> str:
+        return "+".join(group.name for group in self.groups)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+
+def texts_of_groups(text: str) -> list[str]:
+    """Splits "A+B" into the topologies of its groups; the path of a kind may have a plus too."""
+    return re.sub(r"(:[0-9x]+)\+(?=.)", r"\1\n", text).split("\n")
+
+
+def read_cluster(text: str) -> Cluster | MixedCluster:
+    """Parses a topology, or several joined by "+".
+
+    Raises:
+      UserError: as `Cluster.parse`; or the platforms of the groups differ.
+    """
+    groups = tuple(map(Cluster.parse, texts_of_groups(text)))
+    return groups[0] if len(groups) == 1 else MixedCluster.of(*groups)
+
+
+def group_of(pool: Pool, cluster: Cluster | MixedCluster) -> Cluster:
+    """The group of a cluster that has the devices of a pool.
+
+    Raises:
+      UserError: the devices of the pool are not named, or not of one group.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    first, last = pool.span or (-1, -1)
+    ends = [(group, group.first + group.num_devices) for group in cluster.groups]
+    found = next((group for group, end in ends if group.first <= first and last < end), None)
+    if found is None:
+        groups = ", ".join(f"{group.first}-{end - 1} of {group.name}" for group, end in ends)
+        raise UserError(
+            f"pool {pool.name} names no devices of one group of {cluster.name} ({groups}); name `devices` of "
+            "one group for each pool of placement, or add --search"
+        )
+    return found

@@ -100,11 +100,15 @@ class ColocatedSet:
       roles: names of the roles.
       first: index of the first device.
       devices: number of devices, contiguous.
+      cluster: name of the cluster, or of the group in it, that has them.
+      budget_bytes: bytes of a device that a program may use.
     """
 
     roles: tuple[str, ...]
     first: int
     devices: int
+    cluster: str
+    budget_bytes: float
 
     @property
     def name(self) -> str:
@@ -138,9 +142,10 @@ class Mapping:
       roles: mapping of each role, by name.
       breakdown: costs of each stage.
       placements: all searched placements, fastest first.
-      budget_bytes: bytes per device that no pool exceeds.
       common_rows: rows of a microbatch that all roles were simulated with; 0 if each role had its own number.
       remat: rematerialisation of the updates.
+      alone: of a cluster of several groups, the name of each and what is fastest on it alone; None if it does
+        not hold the models.
     """
 
     dataflow: str
@@ -150,9 +155,9 @@ class Mapping:
     roles: collections.abc.Mapping[str, RoleMapping]
     breakdown: StepCosts
     placements: tuple[PlacementResult, ...]
-    budget_bytes: float
     common_rows: int = 0
     remat: str = "full"
+    alone: tuple[tuple[str, Mapping | None], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -186,9 +191,10 @@ class Mapping:
             f"{self.seconds:,.1f} s a step (predicted), remat {self.remat}"
         ]
         for i, pool in enumerate(self.pools):
+            where = f" of {pool.cluster}" if self.alone else ""
             found.append(
-                f"pool {i}: {pool.devices} devices {pool.name}, {self.peak_bytes(i) / 1e9:.1f} of "
-                f"{self.budget_bytes / 1e9:.1f} GB"
+                f"pool {i}: {pool.devices} devices {pool.name}{where}, {self.peak_bytes(i) / 1e9:.1f} of "
+                f"{pool.budget_bytes / 1e9:.1f} GB"
             )
             for name in pool.roles:
                 role = self.roles[name]
@@ -197,4 +203,9 @@ class Mapping:
                     generation = role.layout.name.split(" / ")[1]
                     line += f"; generation {generation}, {role.slots} slots a replica"
                 found.append(line)
+        for group, best in self.alone:
+            what = "does not hold the models"
+            if best is not None:
+                what = f"{placement_name(best.placement)}, {best.seconds:,.1f} s a step (predicted)"
+            found.append(f"{group} alone: {what}")
         return found

@@ -10,6 +10,7 @@ A pool gets the layout of its actor, or of its first role. Roles with another st
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxrl.mesh import hosts
 from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.roles import role_models
 from jaxrl_planner.hardware.accelerators import accelerator, accelerator_of
-from jaxrl_planner.hardware.cluster import Cluster
+from jaxrl_planner.hardware.cluster import Cluster, MixedCluster
 from jaxrl_planner.plan import check_positions
 from jaxrl_planner.planned_roles import roles_without_devices
 from jaxrl_planner.search.mapping import Mapping
@@ -38,7 +39,7 @@ _CHANGED = {
 
 
 def search_for(
-    config: Config, cluster: Cluster, *, responses: LengthDistribution | None = None
+    config: Config, cluster: Cluster | MixedCluster, *, responses: LengthDistribution | None = None
 ) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
@@ -64,13 +65,14 @@ def search_for(
     work = dataclasses.replace(
         load_of(config, responses).work, microbatch_rows=0, pipeline_microbatches=0
     )
-    here = ("offload_inputs",) if cluster.accelerator.platform != "cpu" else ()
+    platform = cluster.groups[0].accelerator.platform
+    here = ("offload_inputs",) if platform != "cpu" else ()
     return search_mapping(
         dataflow,
         role_models(config, roles).by_role,
         work,
         cluster,
-        assumptions=assumptions_of(config, cluster.accelerator),
+        assumptions=functools.partial(assumptions_of, config),
         tasks=tasks_of_run(known),
         # A run has one `train.rows` for all roles.
         common_rows=True,
@@ -79,16 +81,34 @@ def search_for(
 
 
 def propose(
-    config: Config, cluster: Cluster, *, responses: LengthDistribution | None = None
+    config: Config,
+    cluster: Cluster | MixedCluster,
+    *,
+    responses: LengthDistribution | None = None,
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
-    The cost breakdown of the mapping is that of the config's plan.
+    The cost breakdown of the mapping, and of those to each group alone, is that of the config's plan.
 
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
     found = search_for(config, cluster, responses=responses)
+    alone = [
+        (name, best and _planned(config, best, group, responses)[0])
+        for (name, best), group in zip(found.alone, cluster.groups, strict=False)
+    ]
+    found, proposed = _planned(config, found, cluster, responses)
+    return dataclasses.replace(found, alone=tuple(alone)), proposed
+
+
+def _planned(
+    config: Config,
+    found: Mapping,
+    cluster: Cluster | MixedCluster,
+    responses: LengthDistribution | None,
+) -> tuple[Mapping, Config]:
+    # The mapping with the cost breakdown of its plan, and the checked config with it.
     proposed = with_mapping(config, found)
     try:
         planned = roles_without_devices(proposed)
@@ -193,7 +213,14 @@ def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
     """
     kind = devices[0].device_kind
     described = config.mesh.layout
-    known = accelerator_of(kind) if described == "auto" else accelerator(described)
+    kinds = {each.device_kind: accelerator_of(each.device_kind) for each in devices}
+    if described == "auto" and len(set(kinds.values())) > 1:
+        raise UserError(
+            f'mesh.layout "auto" searches for devices of one kind, and this run has {", ".join(kinds)}; run '
+            "on one kind (`jaxrl plan --search --topology A+B` tells what a mixture would bring), or set "
+            "mesh.layout to as_given"
+        )
+    known = kinds[kind] if described == "auto" else accelerator(described)
     if known is None:
         raise UserError(
             f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; describe it in '

@@ -276,8 +276,9 @@ class GenerationChoice:
         return pairs[..., 0] + np.array(moved)[:, None], pairs[..., 1].astype(np.int64)
 
 
-# Columns of points.
-DEVICES, GENERATION, PREPARATION, TRAINING = range(4)
+# Columns of points: devices of each group of the cluster, if any, then seconds of each stage.
+GENERATION, PREPARATION, TRAINING = -3, -2, -1
+DEVICES, SECONDS = slice(None, GENERATION), slice(GENERATION, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +286,7 @@ class PoolFront:
     """Trade-offs of roles that share devices.
 
     Attributes:
-      points: float64 [F, 4], columns DEVICES, GENERATION, PREPARATION, TRAINING.
+      points: float64 [F, G + 3], columns DEVICES and SECONDS; those of `PoolSolver` have no devices.
       choices: mapping of each role at each point, F of them; the pools have no numbers yet.
     """
 
@@ -294,7 +295,7 @@ class PoolFront:
 
 
 class PoolSolver:
-    """Finds the fronts of pools for one problem, and caches what it simulates."""
+    """Finds the fronts of pools on one group of devices, and caches what it simulates."""
 
     def __init__(self, problem: MappingProblem):
         self._problem = problem
@@ -323,9 +324,8 @@ class PoolSolver:
         others = [name for name in names if name != self._actor]
         if self._actor not in names:
             turns = self._turns(others, devices, most_passes_s)
-            points = np.pad(turns.costs[:, 2:], ((0, 0), (2, 0)))
-            points[:, DEVICES] = devices
-            kept = pareto_front(points[:, GENERATION:])
+            points = np.pad(turns.costs[:, 2:], ((0, 0), (1, 0)))
+            kept = pareto_front(points)
             choices = [self._mappings(others, turns, i, devices) for i in kept.tolist()]
             return PoolFront(points[kept], tuple(choices))
         most_s = most_passes_s - self.least_passes_s([self._actor], devices)
@@ -338,7 +338,6 @@ class PoolSolver:
         generation_s, chosen = self._generation.best(own, free)
         i, j = np.nonzero(np.isfinite(generation_s))
         seconds = np.column_stack([generation_s[i, j], pairs[i, j, 2:]])
-        points = np.pad(seconds, ((0, 0), (1, 0)), constant_values=devices)
         kept, choices = pareto_front(seconds), []
         for a, b in zip(i[kept].tolist(), j[kept].tolist(), strict=True):
             p_g, t_g, slots = chosen[a, b].tolist()
@@ -347,7 +346,7 @@ class PoolSolver:
             actor = RoleMapping(self._actor, 0, layout, slots, tokens)
             mappings = self._mappings(others, turns, b, devices)
             choices.append({self._actor: actor, **mappings})
-        return PoolFront(points[kept], tuple(choices))
+        return PoolFront(seconds[kept], tuple(choices))
 
     def least_passes_s(self, names: Sequence[str], devices: int) -> float:
         """Lower bound of the seconds of preparation and training of these roles on n devices."""

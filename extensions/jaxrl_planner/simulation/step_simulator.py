@@ -98,52 +98,56 @@ class RoleMapping:
 
 
 class StepSimulator:
-    """Simulates steps on one cluster.
+    """Simulates what a role does on one cluster.
 
     Attributes:
       passes: simulator of forward passes and updates.
       generating: simulator of generation.
+      workload: work of a step.
     """
 
     def __init__(self, cluster: Cluster, workload: Workload, assumptions: Assumptions):
         """Args are the devices, the work of a step, and the assumptions."""
-        self._work = workload
+        self.workload = workload
         self.passes = PassSimulator(cluster, workload, assumptions)
         self.generating = GenerationSimulator(cluster, workload, assumptions)
 
-    def step(
-        self,
-        tasks: Sequence[RoleTasks],
-        models: Mapping[str, ModelConfig],
-        roles: Mapping[str, RoleMapping],
-    ) -> StepCosts:
-        """The costs of each stage of a step.
 
-        Args:
-          tasks: tasks of the roles, in the order of the dataflow.
-          models: model of each role.
-          roles: mapping of each role. The one that generates has slots, or else the role "rollout" samples
-            for it, on devices of its own.
-        """
-        generation, preparation, training = [], [], []
-        for task in tasks:
-            model, role = models[task.name], roles[task.name]
-            if task.generates:
-                # With a sampler on devices of its own the actor generates nothing itself.
-                sampler = roles.get("rollout", role)
-                costs = self.generating.generation(
-                    *(model, sampler.layout, sampler.slots, sampler.cache_tokens),
-                    greedy=task.greedy,
-                )
-                generation.append(TaskCosts("generation", sampler.name, sampler.pool, costs))
-            if task.forwards:
-                once = self.passes.inference(model, role.layout, share=task.share(self._work))
-                seconds = {cause: task.forwards * s for cause, s in once.seconds.items()}
-                # Resident bytes of a trained role are counted once, with its training.
-                resident = {} if task.trains else once.resident
-                costs = dataclasses.replace(once, seconds=seconds, resident=resident)
-                preparation.append(TaskCosts("preparation", task.name, role.pool, costs))
-            if task.trains:
-                costs = self.passes.training(model, role.layout)
-                training.append(TaskCosts("training", task.name, role.pool, costs))
-        return StepCosts((*generation, *preparation, *training))
+def simulate_step(
+    tasks: Sequence[RoleTasks],
+    models: Mapping[str, ModelConfig],
+    roles: Mapping[str, RoleMapping],
+    simulators: Mapping[str, StepSimulator],
+) -> StepCosts:
+    """The costs of each stage of a step.
+
+    Args:
+      tasks: tasks of the roles, in the order of the dataflow.
+      models: model of each role.
+      roles: mapping of each role. The one that generates has slots, or else the role "rollout" samples for
+        it, on devices of its own.
+      simulators: by role the simulator of its devices.
+    """
+    generation, preparation, training = [], [], []
+    for task in tasks:
+        model, role, simulator = models[task.name], roles[task.name], simulators[task.name]
+        if task.generates:
+            # With a sampler on devices of its own the actor generates nothing itself.
+            sampler = roles.get("rollout", role)
+            costs = simulators[sampler.name].generating.generation(
+                *(model, sampler.layout, sampler.slots, sampler.cache_tokens),
+                greedy=task.greedy,
+            )
+            generation.append(TaskCosts("generation", sampler.name, sampler.pool, costs))
+        if task.forwards:
+            share = task.share(simulator.workload)
+            once = simulator.passes.inference(model, role.layout, share=share)
+            seconds = {cause: task.forwards * s for cause, s in once.seconds.items()}
+            # Resident bytes of a trained role are counted once, with its training.
+            resident = {} if task.trains else once.resident
+            costs = dataclasses.replace(once, seconds=seconds, resident=resident)
+            preparation.append(TaskCosts("preparation", task.name, role.pool, costs))
+        if task.trains:
+            costs = simulator.passes.training(model, role.layout)
+            training.append(TaskCosts("training", task.name, role.pool, costs))
+    return StepCosts((*generation, *preparation, *training))

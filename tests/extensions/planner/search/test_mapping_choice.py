@@ -95,7 +95,7 @@ def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
     assert proposed.rollout.slots > 2 * unpaged.rollout.slots
     paged_s, whole_s = (m.breakdown.stage_s("generation") for m in (found, contiguous))
     assert paged_s < 0.8 * whole_s
-    assert all(found.peak_bytes(i) <= found.budget_bytes for i in range(len(found.pools)))
+    assert all(found.peak_bytes(i) <= pool.budget_bytes for i, pool in enumerate(found.pools))
 
 
 def test_what_does_not_go_with_a_mapping_is_refused_before_it_is_shown():
@@ -170,8 +170,8 @@ def mapping_of(layouts, devices=8):
         name: RoleMapping(name, 0, layout, 16 if name == "actor" else 0)
         for name, layout in layouts.items()
     }
-    pools = (ColocatedSet(tuple(roles), 0, devices),)
-    return Mapping("ppo", "h100:1x8", 8, pools, roles, StepCosts(()), (), 0.0)
+    pools = (ColocatedSet(tuple(roles), 0, devices, "h100:1x8", 0.0),)
+    return Mapping("ppo", "h100:1x8", 8, pools, roles, StepCosts(()), ())
 
 
 def test_roles_of_a_pool_keep_the_strategies_that_were_found():
@@ -211,7 +211,7 @@ def test_pools_apart_become_a_placement():
     roles = {
         name: dataclasses.replace(r, pool=i) for i, (name, r) in enumerate(apart.roles.items())
     }
-    pools = tuple(ColocatedSet((name,), 4 * i, 4) for i, name in enumerate(roles))
+    pools = tuple(ColocatedSet((name,), 4 * i, 4, "h100:1x8", 0.0) for i, name in enumerate(roles))
     found = dataclasses.replace(apart, pools=pools, roles=roles)
     config = with_mapping(recipe(dataflow="ppo", advantage="gae", whiten=True), found)
     pools = {pool.roles: pool for pool in resolve(config).pools}

@@ -77,11 +77,12 @@ def test_pools_side_by_side_last_as_long_as_the_slower():
 
 def test_a_critic_that_trains_too_long_is_ruled_out_whatever_the_others_do():
     # The actor does not fit on 4 devices, and generates in 12 s on 8, in 8 s on 16.
-    bounds = Bounds([4, 8, 16], [math.inf, 12.0, 8.0])
+    bounds = Bounds([[4, 8, 16]], [[math.inf, 12.0, 8.0]])
     critic = np.array([[4.0, 0.0, 0.0, 20.0], [4.0, 0.0, 0.0, 13.0]])
     assert bounds.may_be_best(critic).all()
     bounds.lower(26.0)
     # 12 devices are left to generate on, of which a pool may have 8.
     assert bounds.may_be_best(critic).tolist() == [False, True]
     assert bounds.most_passes_s == pytest.approx(26 - 8)
-    assert bounds.generation_s(np.array([3.0, 4.0, 9.0])).tolist() == [math.inf, math.inf, 12.0]
+    devices = np.array([[3.0], [4.0], [9.0]])
+    assert bounds.generation_s(devices).tolist() == [math.inf, math.inf, 12.0]
