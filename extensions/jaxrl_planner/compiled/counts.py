@@ -214,7 +214,8 @@ class CompiledText:
             return True
         if self._platform != "tpu":
             return False
-        is_number = each.opcode != "fusion" and all(n <= 1 for n, _ in _arrays(each.type))
+        sizes = _arrays(each.type, on_chip=True)
+        is_number = each.opcode != "fusion" and all(n <= 1 for n, _ in sizes)
         return is_number or each.opcode in _FREE_ON_TPU or "AllocateBuffer" in each.line
 
     def _kernel(self, each: Instruction, where: str, times: float) -> _Kernel:
