@@ -260,15 +260,14 @@ def _decode_inputs(rows: int, capacity: int, kv_dtype: Any, scale: Scale, group:
 
 
 def _by_kernel(scale: Scale, new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
-    given, options = (new[0], cache, jnp.int32(1), length_B), {"interpret": scale.small}
-    if jax.default_backend() == "tpu":
-        return cached_attention(*new, [], paged.paged_attention_tpu(*given, **options))
-    # The first token of a dispatch, with an empty buffer.
-    k, v, rows = *new[1:], len(new[0])
-    none = jnp.zeros((rows, 16, *k.shape[1:]), k.dtype)
-    buffer = cache_of(none, none, cache.k.dtype, "head_dim")
-    used_B = jnp.zeros(rows, jnp.int32)
-    return gpu.decode_attention(*given, k, v, buffer, used_B, **options)[0]
+    # The first token of a dispatch, with an empty buffer; for TPUs with that of both layers.
+    (q, k, v), on_tpu = new, jax.default_backend() == "tpu"
+    none = jnp.zeros((*[2] * on_tpu, len(q), 16, *k.shape[1:]), k.dtype)
+    buffer, used_B = cache_of(none, none, cache.k.dtype, "head_dim"), jnp.zeros(len(q), jnp.int32)
+    given = q, cache, jnp.int32(1), length_B, k, v, buffer, used_B
+    if on_tpu:
+        return paged.paged_attention_tpu(*given, interpret=scale.small)
+    return gpu.decode_attention(*given, interpret=scale.small)[0]
 
 
 def _by_xla(new: Any, cache: Any, length_B: jax.Array) -> jax.Array:
@@ -305,7 +304,8 @@ def decode_blocks(scale: Scale):
 def _constants(scale: Scale) -> list[dict[str, int]]:
     """Constants of the decode kernels to try, those in use first."""
     if jax.default_backend() == "tpu":
-        return [{"_BLOCK": block} for block in (512, 256, 1024)]
+        tried = [(512, 32), (256, 32), (1024, 32), (512, 8), (512, 64)]
+        return [{"_BLOCK": block, "_MOST_ROWS": rows} for block, rows in tried]
     tried = [(64, 3, 528), (64, 2, 528), (64, 4, 528), (32, 4, 528), (64, 3, 1056), (64, 3, 2112)]
     names = "_BLOCK", "_STAGES", "_PARTS"
     return [dict(zip(names, values, strict=True)) for values in tried[: 1 if scale.small else 6]]

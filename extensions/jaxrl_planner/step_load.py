@@ -171,8 +171,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         kv_dtype,
         model.cached_dim,
         "auto",
-        plain=model.has_plain_attention,
-        alike=model.has_one_cache and not model.kv_latent,
+        alike=model.decodes_by_kernel,
     )
     # Critics and other roles are simulated with the same types.
     return Assumptions.on(

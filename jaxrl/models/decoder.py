@@ -133,11 +133,6 @@ class Attention(nnx.Module):
             q_BTQH = self.q_norm(q_BTQH)
         if not self.shares:
             keys_and_values = self._keys_and_values(x_BTD, rotation, compute)
-        if x_BTD.shape[1] == 1:
-            # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
-            # and keeps a transposed copy of the query weights of all layers. GPUs would read q, k, v thrice.
-            barrier, none = jax.lax.optimization_barrier, lambda x: x
-            q_BTQH = jax.lax.platform_dependent(q_BTQH, tpu=barrier, default=none)
         scale: Any = self.query_scale
         if rotation.query_scale is not None:
             scale = scale * rotation.query_scale

@@ -574,9 +574,10 @@ class ModelConfig:
         return self.rope_dim or int(self.head_dim * self.rotary_fraction)
 
     @property
-    def has_plain_attention(self) -> bool:
-        """Whether all attention is full, without caps, and to keys and values."""
-        return not (any(self.sliding_layers) or self.attention_softcap or self.kv_latent)
+    def decodes_by_kernel(self) -> bool:
+        """Whether kernels know its caches: of keys and values, in one array if layers differ."""
+        plain = not (any(self.sliding_layers) or self.attention_softcap)
+        return not self.kv_latent and (plain or self.has_one_cache)
 
     @property
     def has_one_cache(self) -> bool:

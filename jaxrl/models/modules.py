@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -238,9 +239,31 @@ def rotate(
     """
     cos, sin, *_ = rotation
     half = cos.shape[-1]
-    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
+    rest = jnp.ones((*cos.shape[:-1], x_BTNH.shape[-1] - 2 * half), jnp.float32)
     # A scale of each token is an array, perhaps traced, and cannot be compared.
     if not (isinstance(scale, float) and scale == 1.0):
         cos, sin, rest = scale * cos, scale * sin, scale * rest
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x_BTNH.dtype)
+
+    def halves(x_BTNH: jax.Array) -> jax.Array:
+        first, second, last = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
+        parts = [first * cos - second * sin, second * cos + first * sin, last * rest]
+        return jnp.concatenate(parts[: 2 + bool(rest.size)], axis=-1).astype(x_BTNH.dtype)
+
+    def swapped(x_BTNH: jax.Array) -> jax.Array:
+        """The same as x * cos + x · swap * sin, where a TPU needs one operation.
+
+        Without the barrier XLA wants the queries in an order of its own, and keeps a transposed copy of the
+        query weights of all layers.
+        """
+        x_BTNH = jax.lax.optimization_barrier(x_BTNH)
+        swap_HH, at = np.zeros((x_BTNH.shape[-1],) * 2, x_BTNH.dtype), np.arange(half)
+        swap_HH[at + half, at], swap_HH[at, at + half] = -1, 1
+        # Exact in 16 bits, as each value is one of x.
+        exact: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
+        other_BTNH = jnp.matmul(x_BTNH, swap_HH, **exact)
+        by, with_other = (jnp.concatenate([x, x, y], -1) for x, y in ((cos, rest), (sin, 0 * rest)))
+        return (x_BTNH.astype(jnp.float32) * by + other_BTNH * with_other).astype(x_BTNH.dtype)
+
+    if x_BTNH.shape[1] > 1:
+        return halves(x_BTNH)
+    return jax.lax.platform_dependent(x_BTNH, tpu=swapped, default=halves)

@@ -21,7 +21,6 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.rules import GENERATE_RULES, Rules, axes_of, partition_spec, per_device, shards_of
 from jaxrl.models.cache.cache_kind import Cache, CacheKind, PastAttention
-from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.kv_cache import CacheShape, KVCache, PagedSlots, cache_axes
 from jaxrl.models.cache.paged_cache import Gather, PagedCache, gathered_pages
 from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
@@ -80,8 +79,7 @@ def choose_cache(
         kv_dtype,
         model.cached_dim,
         decode_attention,
-        plain=model.has_plain_attention,
-        alike=model.has_one_cache and not model.kv_latent,
+        alike=model.decodes_by_kernel,
     )
     if implementation != "xla":
         parts = shards_of("heads", GENERATE_RULES, mesh)
@@ -95,10 +93,10 @@ def choose_cache(
     # Inside a pipeline stage there are only some slots of some layers, but all pages.
     by_table = pages is not None and one_stage
     if implementation != "xla" and (by_table or pages is None):
-        kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
         by_number = one_stage and model.has_one_cache
         writes = implementation == "paged_gpu"
+        kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES, writes=writes)
         contiguous = CacheKind(shape, kernel=kernel, by_number=by_number, writes=writes)
     else:
         unrolled = unroll >= model.num_layers and one_stage
@@ -124,13 +122,16 @@ def warn_of_pages_on_cpu(cache: str, mesh: Mesh, agent: object = None) -> None:
         )
 
 
-def past_attention(kernel: Callable[..., Any], mesh: Mesh, rules: Rules) -> PastAttention:
+def past_attention(
+    kernel: Callable[..., Any], mesh: Mesh, rules: Rules, *, writes: bool = False
+) -> PastAttention:
     """Runs `kernel` on every device for its own slots and heads; XLA cannot partition a kernel by itself.
 
     Args:
       kernel: one of `models.kernels.paged_attention.KERNELS`.
       mesh, rules: the mesh, and the sharding of slots and heads on it. Layers must not be sharded: inside a
         pipeline, pass the kernel the caches of one pipeline stage.
+      writes: see `CacheKind`.
     """
     if mesh.size == 1:
         return kernel
@@ -151,19 +152,16 @@ def past_attention(kernel: Callable[..., Any], mesh: Mesh, rules: Rules) -> Past
             return kernel(q_BQH, cache, *rest, first_head=first, num_heads=num_used)
 
         arguments = q_BQH, cache, length_B, *new
-        axes: Any = ("batch", "heads", "head_dim"), _axes(cache), ("batch",)
-        if new:
-            of_new = ("batch", "kv_heads", "head_dim")
-            of_kind = jax.tree.map(lambda x: ("heads",) if x.ndim else (), new[-1])
-            axes = *axes, of_new, of_new, cache_axes(new[2]), ("batch",), of_kind
+        rows, of_new = ("batch",), ("batch", "kv_heads", "head_dim")
+        of_kind = jax.tree.map(lambda x: ("heads",) if x.ndim else (), new[-1])
+        axes: Any = ("batch", "heads", "head_dim"), _axes(cache), rows
+        axes = *axes, of_new, of_new, cache_axes(new[2]), rows, of_kind
         of_queries, of_cache, of_length, *of_rest = _specs(arguments, axes, mesh, rules)
-        of_heads: Any = P(*of_queries[:2])
-        merged = PartialAttention(of_heads, of_heads, mixed=of_queries)
         return per_device(
             shard,
             mesh,
             in_specs=(of_queries, of_cache, P(), of_length, *of_rest),
-            out_specs=(of_queries, of_rest[2]) if new else merged,
+            out_specs=(of_queries, of_rest[2]) if writes else of_queries,
         )(q_BQH, cache, layer, length_B, *new)
 
     return on_mesh

@@ -23,7 +23,7 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.decode_attention import decode_attention
-from jaxrl.models.kernels.paged_attention import KERNELS
+from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape, RowLimits, plan_packing
@@ -294,8 +294,11 @@ def test_a_pool_of_one_device_stays_on_it(cache, expected):
 OF_KERNEL = dataclasses.replace(MODEL, head_dim=16)
 
 
-def attend_by_kernel(monkeypatch, see) -> None:
-    """Lets engines take this machine for a GPU; its kernel is interpreted, and calls `see` with its cache.
+KERNEL_OF = {"paged_gpu": decode_attention, "paged_tpu": paged_attention_tpu}
+
+
+def attend_by_kernel(monkeypatch, see, name="paged_gpu") -> None:
+    """Lets engines take this machine for one with a kernel: interpreted, and it calls `see` with its cache.
 
     On a float32 cache, though GPUs have none: in bfloat16 a key between two values may round to either in two
     programs, and samples then differ by more than a comparison of float32 allows.
@@ -303,11 +306,11 @@ def attend_by_kernel(monkeypatch, see) -> None:
 
     def kernel(q_BQH, cache, *rest, **options):
         see(cache)
-        return decode_attention(q_BQH, cache, *rest, interpret=True, **options)
+        return KERNEL_OF[name](q_BQH, cache, *rest, interpret=True, **options)
 
-    monkeypatch.setitem(KERNELS, "paged_gpu", kernel)
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "gpu")
-    monkeypatch.setattr(cache_choice, "pick_decode_implementation", lambda *_, **__: "paged_gpu")
+    monkeypatch.setitem(KERNELS, name, kernel)
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: name[-3:])
+    monkeypatch.setattr(cache_choice, "pick_decode_implementation", lambda *_, **__: name)
 
 
 @pytest.mark.long
@@ -338,14 +341,16 @@ PAGED_ON = {
 }
 
 
+@pytest.mark.parametrize("kernel", KERNEL_OF)
 @pytest.mark.parametrize("layout", mostly_slow(PAGED_ON, fast=("one device",)))
-def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, monkeypatch):
+def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, kernel, monkeypatch):
     """Stages gather their pages and use no kernel."""
     config = dataclasses.replace(BASE, attention="xla", decode_attention="xla")
     by_xla = sample(actor_of(config=config, model=OF_KERNEL), num_samples=1)
     tables = set()
-    attend_by_kernel(monkeypatch, lambda cache: tables.add((cache.pool.k.shape, cache.table.shape)))
-    config = dataclasses.replace(config, decode_attention="auto", cache="paged", slots=16)
+    see = lambda cache: tables.add((cache.pool.k.shape, cache.table.shape))  # noqa: E731
+    attend_by_kernel(monkeypatch, see, kernel)
+    config = dataclasses.replace(config, decode_attention=kernel, cache="paged", slots=16)
     actor = actor_of(*layout, config=config, model=OF_KERNEL)
     assert_same(sample(actor, num_samples=1), by_xla)
     engine = actor.backend.engine
@@ -430,22 +435,25 @@ BY_KERNEL = {
 }
 
 
+@pytest.mark.parametrize("kernel", KERNEL_OF)
 @pytest.mark.parametrize("case", mostly_slow(BY_KERNEL, fast=("sinks",), long=BY_KERNEL))
-def test_other_attention_by_a_kernel(case, monkeypatch):
-    """With lists of layers, as on GPUs: the kernel writes their buffers, and states are lists, too."""
+def test_other_attention_by_a_kernel(case, kernel, monkeypatch):
+    """That of GPUs with lists of layers: it writes their buffers, and states are lists, too."""
     model, changes = dataclasses.replace(case[0], head_dim=16), case[1]
+    if kernel == "paged_tpu" and "kv_dtype" in changes:
+        pytest.skip("this kernel has no int8")
     config = dataclasses.replace(
         BASE, attention="xla", decode_attention="xla", stop_ids=(), **changes
     )
     options = {"num_samples": 1, "truncation": truncation_of(top_p=0.9)}
     by_xla = sample(actor_of(config=config, model=model), **options)
     calls = []
-    attend_by_kernel(monkeypatch, calls.append)
-    monkeypatch.setattr(rules, "lists_layers", lambda mesh: True)
-    config = dataclasses.replace(config, decode_attention="auto", unroll=1)
+    attend_by_kernel(monkeypatch, calls.append, kernel)
+    monkeypatch.setattr(rules, "lists_layers", lambda mesh: kernel == "paged_gpu")
+    config = dataclasses.replace(config, decode_attention=kernel, unroll=1)
     actor = actor_of(config=config, model=model)
     assert_same(sample(actor, **options), by_xla)
-    assert calls and actor.backend.engine.cache.lists_buffers
+    assert calls and actor.backend.engine.cache.lists_buffers == (kernel == "paged_gpu")
 
 
 @pytest.mark.long
@@ -472,23 +480,19 @@ def test_the_largest_state_is_described_without_being_allocated(unroll):
     assert cache_bytes(engine.cache, BASE.slots, whole.capacity) == cache
 
 
-def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_are_used_for_windows_but_not_for_layers_of_several_sizes(platform, monkeypatch):
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: platform)
     model = dataclasses.replace(WINDOWED, head_dim=128)
     choose = functools.partial(
         cache_choice.choose_cache, mesh=mesh_of(), dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
     )
-    assert choose(model).capacity_multiple == 1
-    assert choose(dataclasses.replace(MODEL, head_dim=128)).capacity_multiple > 1
-    with pytest.raises(
-        UserError, match=r"'paged_tpu' on tpu .* full attention without caps only; use auto or xla"
-    ):
-        choose(model, decode_attention="paged_tpu")
-    # That of GPUs has windows, but not layers of several sizes.
-    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "gpu")
-    assert choose(model).lists_buffers
+    assert choose(model).capacity_multiple > 1
+    assert choose(model).lists_buffers == (platform == "gpu")
     several = dataclasses.replace(model, attention_softcap=0.0, full_head_dim=32, full_kv_heads=1)
-    assert not choose(several).writes
+    assert choose(several).kernel is None
+    with pytest.raises(UserError, match=r"values of one size only; use auto or xla"):
+        choose(several, decode_attention=f"paged_{platform}")
 
 
 @pytest.mark.parametrize(

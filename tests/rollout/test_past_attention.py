@@ -12,6 +12,7 @@ from flax import nnx
 from meshes import mesh_of
 
 from jaxrl.mesh.rules import GENERATE_RULES
+from jaxrl.models.attention_kind import FULL
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import CacheShape, cache_of
 from jaxrl.models.cache.paged_cache import PagedCache
@@ -36,11 +37,14 @@ def test_every_device_attends_with_its_own_slots_and_heads():
     length_B = jnp.array([0, 1, 50, 64], jnp.int32)
 
     kernel = functools.partial(paged_attention_tpu, interpret=True)
-    of_past = jax.jit(past_attention(kernel, mesh, GENERATE_RULES))(q, cache, LAYER, length_B)
-    one_layer = jax.tree.map(lambda x: x[LAYER], cache)
-    assert_close(
-        cached_attention(q, k, v, [], of_past), cached_attention(q, k, v, [(one_layer, length_B)])
-    )
+    attend = jax.jit(past_attention(kernel, mesh, GENERATE_RULES))
+    # Of the buffer the first tokens of the cache.
+    buffer, used_B = jax.tree.map(lambda x: x[..., :16, :], cache), jnp.full(B, 7, jnp.int32)
+    out = attend(q, cache, LAYER, length_B, k, v, buffer, used_B, FULL)
+    caches = [
+        (jax.tree.map(lambda x: x[LAYER], x), n) for x, n in ((cache, length_B), (buffer, used_B))
+    ]
+    assert_close(out, cached_attention(q, k, v, caches))
 
 
 def test_pages_of_first_dense_layers_are_read_on_a_mesh():

@@ -29,6 +29,7 @@ Q query heads   K kv heads   H head size
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -68,8 +69,8 @@ Attention: TypeAlias = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array, AttentionKind], jax.Array
 ]
 
-# (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache, a
-# `PartialAttention`. One that `writes` has the further arguments and the results of `decode_attention`.
+# The arguments and the results of `decode_attention`; one that does not write has a buffer of L layers, and
+# returns attention alone.
 PastAttention: TypeAlias = Callable[..., Any]
 
 # Kernels read a cache page by page, so the longest capacity must consist of whole pages.
@@ -139,8 +140,8 @@ class CacheKind:
     Attributes:
       shape: sizes and types of the caches.
       unrolled: whether each layer has arrays of its own.
-      kernel: attention to the past in decoding; None for XLA, as for unrolled layers.
-      writes: whether the kernel attends to the buffer and the new token, too, and adds it to the buffer.
+      kernel: attention in decoding; None for XLA, as for unrolled layers.
+      writes: whether the kernel adds the new token to the buffer.
       by_number: pass the whole stack and the number of the layer to the kernel, which copies nothing. False,
         as in a pipeline, passes the slice of the layer.
     """
@@ -260,40 +261,37 @@ class CacheKind:
         cache = without_routes(cache)
         apart, kernel, past = self.unrolled or self.lists_buffers, self.kernel, cache
         layers = self._layers(model, apart)
-        if kernel is not None and self.by_number:
+        by_number = kernel is not None and self.by_number
+        if by_number:
             count, period = (
                 self.shape.num_layers,
                 self.shape.periodic and self.shape.periodic.period,
             )
             # One place of a period has attention, so that a number tells which layer it is.
             places = lambda number: [number] * period if period else number  # noqa: E731
-            if self.lists_buffers:
-                past = [places(jnp.full_like(length_B, i)) for i in range(count)]
-            else:
-                past = places(jnp.broadcast_to(jnp.arange(count)[:, None], (count, len(length_B))))
+            numbers = jnp.arange(count)
+            past = [places(n) for n in numbers] if self.lists_buffers else places(numbers)
             if period:
                 cache = self._of_kernel(cache)
             elif self.shape.first_layers:
                 first, cache = self._first_and_stack(cache)
                 past = [first, past]
 
-        def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
+        def attend(buffers, q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, Any]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
-            of_past, to_read = None, tuple(zip(caches, lengths, strict=True))
             newest = self.shape.holding(k_B1KH, v_B1KH)
-            if kernel is not None:
-                (past, past_length_B), *to_read = to_read
-                if isinstance(past, jax.Array):
-                    given = q, cache, past[0], past_length_B
-                else:
-                    given = q, _stack_of_one(past), jnp.int32(0), past_length_B
-                if self.writes:
-                    out_BQH, buffer = kernel(*given, k, v, *to_read[0], kind)
-                    return out_BQH[:, None], buffer if self.lists_buffers else newest
-                # The cache by the kernel, the buffer by XLA.
-                of_past = kernel(*given)
-            out_BQH = cached_attention(q, k, v, to_read, of_past, kind=kind)
-            return out_BQH[:, None], newest
+            if kernel is None:
+                to_read = tuple(zip(caches, lengths, strict=True))
+                return cached_attention(q, k, v, to_read, kind=kind)[:, None], newest
+            (past, buffer), (past_length_B, used_B) = caches, lengths
+            if isinstance(past, jax.Array):
+                given, stack = (q, cache, past), buffers
+            else:
+                given, stack = (q, _stack_of_one(past), jnp.int32(0)), _stack_of_one(buffer)
+            stack = buffer if self.writes else stack
+            out = kernel(*given, past_length_B, k, v, stack, used_B, kind)
+            out_BQH, buffer = out if self.writes else (out, None)
+            return out_BQH[:, None], buffer if self.lists_buffers else newest
 
         def recur(inputs: DeltaInputs, caches, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, caches[1])
@@ -307,8 +305,7 @@ class CacheKind:
                 for old, new in zip(past, buffer, strict=True)
             ]
 
-        def pairs(past: Cache, buffer: Cache) -> Any:
-            return [*map(pair, past, buffer)] if apart else pair(past, buffer)
+        pairs = (lambda *both: [*map(pair, *both)]) if apart else pair
 
         def step(buffer: Cache, i: jax.Array, active_B: jax.Array) -> CachePass:
             buffer = without_routes(buffer)
@@ -320,7 +317,13 @@ class CacheKind:
                 caches = [first, pairs(past[1], buffer[1])]
             else:
                 caches = pairs(past, buffer)
-            return self._pass(attend, caches, lengths, layers=layers, recur=recur, absorbs=True)
+            of_stack = None
+            if by_number and not self.writes:
+                # The kernel gets the whole stack, too.
+                stack = buffer[1] if self.shape.first_layers else buffer
+                of_stack = CacheKind._of_kernel(self, stack)
+            by_layer = functools.partial(attend, of_stack)
+            return self._pass(by_layer, caches, lengths, layers=layers, recur=recur, absorbs=True)
 
         return step
 

@@ -12,7 +12,7 @@ Not covered: caches that drop tokens which no window reaches any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,6 @@ from jaxrl.models.cache.kv_cache import KVCache, cache_axes, cache_of
 
 # Large and finite: a query with every key masked gives a uniform softmax, not NaN.
 _MASKED = -1e30
-
-
-class PartialAttention(NamedTuple):
-    """Attention to a part of the keys, in a form that can be merged with attention to other keys.
-
-    Attributes:
-      top: float32 [B, Q], the largest score; very negative without keys.
-      total: float32 [B, Q], the sum of exp(score - top); 0 without keys.
-      mixed: float32 [B, Q, H], the sum of exp(score - top) * value.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    mixed: jax.Array
 
 
 def _over_total(
@@ -81,7 +67,6 @@ def cached_attention(
     k_BKH: jax.Array,
     v_BKH: jax.Array,
     caches: Sequence[tuple[KVCache, jax.Array]],
-    others: PartialAttention | None = None,
     *,
     kind: AttentionKind = FULL,
 ) -> jax.Array:
@@ -92,8 +77,6 @@ def cached_attention(
     Args:
       q_BQH, k_BKH, v_BKH: rotated query and key, and value, of the new token.
       caches: caches of one layer with int32 [B], their numbers of valid tokens; in the order of the sequence.
-      others: attention to cached tokens that are not in `caches`; None if there are none. For full, uncapped
-        attention only.
       kind: window and score cap of the layer.
 
     Returns:
@@ -104,13 +87,8 @@ def cached_attention(
     q = q_BQH.reshape(B, K, Q // K, 1, H)
     own = jnp.einsum("bkgth,bkh->bkgt", q, k_BKH, preferred_element_type=jnp.float32) * H**-0.5
     own = kind.capped(own)
-    plain = not kind.window and not kind.softcap
-    assert others is None or plain, "kernels know no windows and no caps"
     # The token sees itself, so the maximum is that of a real key and the sum of weights is never 0.
     scores, top = [], own
-    if others is not None:
-        others = PartialAttention(*(x.reshape(B, K, Q // K, 1, *x.shape[2:]) for x in others))
-        top = jnp.maximum(top, others.top)
     for (cache, length_B), first_B in zip(caches, _first_seen(caches, kind.reach), strict=True):
         place_S = jnp.arange(cache.capacity)
         real_BS = place_S[None] < length_B[:, None]
@@ -127,10 +105,6 @@ def cached_attention(
         weight = jnp.exp(past - top[..., None])
         total = total + weight.sum(-1)
         mixed = mixed + _mixed(weight, cache, q.dtype)
-    if others is not None:
-        weight = jnp.exp(others.top - top)
-        total = total + weight * others.total
-        mixed = mixed + weight[..., None] * others.mixed
     return _over_total(top, total, mixed, kind).reshape(B, Q, H).astype(q_BQH.dtype)
 
 

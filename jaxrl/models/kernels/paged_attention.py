@@ -1,25 +1,23 @@
-"""Attention of one new token to a long cache on TPUs, by the paged attention kernel that ships with JAX.
+"""Attention of one new token to a cache, the buffer of a dispatch and itself, as one kernel for TPUs.
 
-    B sequences   Q query heads   K kv heads   H head size   C capacity   L layers   G = Q / K
-    N = B * K pairs of a sequence and a kv head   P parts of a page
+    B sequences   Q query heads   K kv heads   H head size   G = Q / K   L layers   C capacity   W tokens of
+    the buffer   R rows of a grid step   S tokens of a block   U tokens of a copy
 
-A cache is a pool [L, pages, K, page, H] with a table of the pages of each row, or contiguous rows
-[L, B, K, C, H]: then row b is the only page of its table, of C tokens. Without a copy both can be viewed as
-L * pages * K * P pages of the kernel, which are 1 / P of a page of the pool, and the number of one is
+One softmax over all three. A grid step has some rows and all their heads; it copies the pages of a row to the
+vector memory block by block, the next block, or the first of the next row, while one is used:
 
-    part p of page g, head k and layer l   ->   ((l * pages + g) * K + k) * P + p
+    row r, block j  -->  copies of block j + 1 start  -->  those of block j have arrived  -->  scores, values
 
-So each pair is a sequence of the kernel with one kv head and G query heads, and the table of the kernel is
-computed on the fly. The kernel reads the pages up to the length of the row. It gets the stack of all layers,
-because a kernel cannot be fused with a slice: slicing out one layer would copy it.
+Only pages below the length of a row, and not before its window, are copied. The kernel gets the stacks of all
+layers, because a kernel cannot be fused with a slice: that would copy the layer. Queries, keys, values and
+results have the rows next to last, [Q, B, H], as matmuls write and read them: no copy is needed for that.
 
-The kernel is called directly, as it is in jax 0.10.2. JAX's `paged_attention` does not return the maximum and
-the sum of the softmax, although the kernel computes them. They are needed to merge the result with attention
-to the newest tokens.
+The kernel does not write the new token: copies to a 16-bit array have at least 8 rows of it, so it would
+write as many tokens. XLA writes it from the matmul of the values, and the rotation of the keys.
 
-Covered: bfloat16. Not covered: int8, where the kernel needs a scale per entry instead of per token; float32,
-which the kernel rounds. Entries of a block beyond the length of a row get weight 0, so they must be finite:
-zeros, or entries of an earlier row. GPUs: `decode_attention.py`.
+Masked entries get weight 0, so values must be finite: zeros, or entries of an earlier row. Not covered: int8;
+latents; layers whose caches differ in size; head sizes that are no multiple of 128. GPUs:
+`decode_attention.py`.
 """
 
 from __future__ import annotations
@@ -32,17 +30,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as tpu
 
-from jaxrl.models.attention_kind import picked
-from jaxrl.models.cache.cached_attention import PartialAttention
+from jaxrl.models.attention_kind import FULL, AttentionKind, picked
 from jaxrl.models.cache.kv_cache import KVCache, PagedSlots
 from jaxrl.models.kernels.decode_attention import decode_attention
 
-# Rows of a float32 tile in the vector memory.
-_QUERIES = 8
-# Tokens that the kernel processes at a time; also the largest page.
-_BLOCK = 512
+# Most tokens of a block; most bytes of the two blocks that are in the vector memory, and of the rows there.
+_BLOCK, _BLOCK_BYTES, _ROW_BYTES = 512, 4 * 2**20, 6 * 2**20
+# Rows of a tile, and most rows of a grid step: its first block is waited for.
+_TILE, _MOST_ROWS = 8, 32
+_LANES, _MASKED = 128, -1e30
 
 
 def paged_attention_tpu(
@@ -50,85 +47,188 @@ def paged_attention_tpu(
     cache: KVCache | PagedSlots,
     layer: jax.Array | int,
     length_B: jax.Array,
+    k_BKH: jax.Array,
+    v_BKH: jax.Array,
+    buffer: KVCache,
+    used_B: jax.Array,
+    kind: AttentionKind = FULL,
     *,
     first_head: jax.Array | int = 0,
     num_heads: int = 0,
     interpret: bool = False,
-) -> PartialAttention:
-    """Attention of one new token per sequence to its cached past.
+) -> jax.Array:
+    """Attention of one new token per sequence, [B, Q, H].
 
-    The compiler cannot partition it: on a mesh call it under `shard_map`.
-
-    Args:
-      q_BQH: rotated queries.
-      cache: cache of all layers, keys and values [L, B, K, C, H] in bfloat16, or pages of C tokens; H is a
-        multiple of 128, C of 16.
-      layer: number of the layer.
-      length_B: int32, number of valid cached tokens; blocks of 512 beyond them are not read.
-      first_head, num_heads: range of kv heads that these queries use; num_heads 0 for all heads of the cache.
-      interpret: emulate the kernel in XLA, on any device; for tests.
+    The arguments are those of `decode_attention`, but the buffer is that of all layers, [L, B, K, W, H], and
+    is not written. H is a multiple of 128, and no number has 8 bits.
     """
     B, Q, H = q_BQH.shape
-    if not isinstance(cache, PagedSlots):
-        cache = PagedSlots(cache, jnp.arange(B)[:, None], jnp.zeros(B, jnp.int32))
-    _, num_pages, held, tokens, _ = cache.pool.v.shape
-    K = num_heads or held
-    # The kernel's pages are the largest that divide both those of the pool and its blocks.
-    page, G = math.gcd(tokens, _BLOCK), Q // K
-    P, block = tokens // page, min(_BLOCK, tokens * cache.table.shape[1]) // page
-    # The kernel does not scale scores. Scale queries in float32: at H = 128 the scale is not a power of two.
-    q_NGH = (q_BQH.astype(jnp.float32) * H**-0.5).reshape(B * K, G, H)
-    q_NGH = jnp.pad(q_NGH, ((0, 0), (0, -G % _QUERIES), (0, 0)))
-    head_K1 = first_head + jnp.arange(K)[:, None]
-    pair_BKT = (layer * num_pages + cache.table[:, None]) * held + head_K1[None]
-    table_NP = (pair_BKT[..., None] * P + jnp.arange(P)[None, None, None]).reshape(B * K, -1)
-    # The kernel may read whole blocks, so padding has to name pages that exist.
-    table_NP = jnp.pad(table_NP, ((0, 0), (0, -table_NP.shape[1] % block)), mode="edge")
-    table_NP = table_NP.astype(jnp.int32)
-    k, v = (x.reshape(-1, page, H) for x in (cache.pool.k, cache.pool.v))
-    first_buffer, is_first = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.int32)
-    numbers = jnp.repeat(length_B, K), table_NP.reshape(-1), first_buffer, is_first
-    call = _call(q_NGH, v, block, table_NP.shape[1], interpret)
-    # The kernel multiplies float32 queries by bfloat16 keys.
-    with jax.numpy_dtype_promotion("standard"):
-        out_NGH, top_NG1, total_NG1 = call(*numbers, q_NGH, k[None], None, v[None], None)
-    # The kernel has divided by the sum; `PartialAttention` wants the undivided one, which can be merged.
-    parts = top_NG1[..., 0], total_NG1[..., 0], out_NGH * total_NG1
-    return PartialAttention(*(x[:, :G].reshape(B, Q, *x.shape[2:]) for x in parts))
-
-
-def _call(q_NGH: jax.Array, v: jax.Array, block: int, pages: int, interpret: bool) -> Any:
-    """The kernel, with one pair per grid step and two buffers of `block` pages each for keys and values."""
-    N, G, H = q_NGH.shape
-    kernel = functools.partial(
-        tpu.paged_flash_attention_kernel_inline_seq_dim,
-        batch_size=N,
-        pages_per_compute_block=block,
-        pages_per_sequence=pages,
-        mask_value=tpu.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
-        megacore_mode=None,
-    )
-    own = lambda *size: pl.BlockSpec((None, G, *size), lambda core, n, head, *_: (n, 0, 0))  # noqa: E731
+    pool: Any = cache
+    tables: tuple[jax.Array, ...] = ()
+    if isinstance(cache, PagedSlots):
+        pool, tables = cache.pool, (cache.table,)
+    held, W = buffer.v.shape[2:4]
+    K, of_buffer = num_heads or held, layer
+    if held > K:
+        own = lambda axis, x: jax.lax.dynamic_slice_in_dim(x, first_head, K, axis)  # noqa: E731
+        k_BKH, v_BKH = own(1, k_BKH), own(1, v_BKH)
+        one = lambda x: own(2, jax.lax.dynamic_index_in_dim(x, layer, 0))  # noqa: E731
+        buffer, of_buffer = jax.tree.map(one, buffer), 0
+    number = lambda x: jnp.asarray(x, jnp.int32).reshape(1)  # noqa: E731
+    numbers = [*map(number, (layer, of_buffer, first_head)), length_B, number(used_B[0]), *tables]
+    if kind.reach is not None:
+        numbers.append(number(kind.reach))
+    # A copy has the largest part of a page that divides a block.
+    values = K * H * pool.v.dtype.itemsize
+    most = min(_BLOCK, 2 ** (_BLOCK_BYTES // (4 * values)).bit_length() // 2)
+    U, pages = math.gcd(pool.capacity, most), tables[0].shape[1] if tables else 1
+    S = min(most, pool.capacity * pages // U * U)
+    wide = q_BQH.dtype.itemsize
+    row_bytes = (Q + 2 * K) * H * (4 + 2 * wide) + 2 * Q * H * wide
+    row_bytes += 4 * K * W * H * buffer.v.dtype.itemsize
+    # Two cores of a chip share the grid steps.
+    R = min(_MOST_ROWS, _ROW_BYTES // row_bytes, -(-B // 2)) // _TILE * _TILE
+    R = min(max(R, _TILE), B)
+    rows = lambda N: pl.BlockSpec((N, R, H), lambda i, *_: (0, i, 0))  # noqa: E731
+    newest = pl.BlockSpec((None, R, K, W, H), lambda i, _, layer, *__: (layer[0], i, 0, 0, 0))
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
-    two_blocks = pltpu.VMEM((2, block, *v.shape[1:]), v.dtype)
-    two_copies = pltpu.SemaphoreType.DMA((2,))
-    return pl.pallas_call(
-        kernel,
+    specs = [rows(Q), rows(K), rows(K), newest, newest, in_memory, in_memory]
+    given = [x.astype(q_BQH.dtype).swapaxes(0, 1) for x in (q_BQH, k_BKH, v_BKH)]
+    given += [buffer.k, buffer.v, pool.k, pool.v]
+    if kind.sinks is not None:
+        specs.append(pl.BlockSpec((Q, _LANES), lambda i, *_: (0, 0)))
+        sinks_Q1 = kind.sinks.astype(jnp.float32)[:, None]
+        given.append(jnp.broadcast_to(sinks_Q1, (Q, _LANES)))
+    optional = [bool(tables), kind.reach is not None, kind.sinks is not None]
+    block, lanes = pltpu.VMEM((2, K, S, H), pool.v.dtype), min(H, _LANES)
+    new_NL = [pltpu.VMEM(((Q + 2 * K) * R, lanes), jnp.float32)] * (H // lanes)
+    out_QBH = pl.pallas_call(
+        functools.partial(_kernel, B, U, kind.softcap, optional),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            in_specs=[own(H), in_memory, None, in_memory, None],
-            out_specs=[own(H), own(1), own(1)],
-            grid=(1, N, 1),
-            scratch_shapes=(two_blocks, None, two_blocks, None, two_copies, two_copies),
+            num_scalar_prefetch=len(numbers),
+            in_specs=specs,
+            out_specs=rows(Q),
+            grid=(pl.cdiv(B, R),),
+            scratch_shapes=(block, block, pltpu.SemaphoreType.DMA((2,)), *new_NL),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=(_BLOCK_BYTES + max(_ROW_BYTES, R * row_bytes)) * 3 // 2,
         ),
-        out_shape=[jax.ShapeDtypeStruct((N, G, size), jnp.float32) for size in (H, 1, 1)],
+        out_shape=jax.ShapeDtypeStruct((Q, B, H), q_BQH.dtype),
         interpret=interpret,
         name="paged_attention",
+    )(*numbers, *given)
+    return out_QBH.swapaxes(0, 1)
+
+
+def _attended(
+    carry: Any, q_GH: jax.Array, kv_SH: Any, seen_1S: jax.Array, softcap: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(Largest scores, sums of weights, mixed values) with `S` more tokens."""
+    contract = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    k_SH, v_SH = (x.astype(q_GH.dtype) for x in kv_SH)
+    scores_GS = contract(q_GH, k_SH, (((1,), (1,)), ((), ()))) * q_GH.shape[1] ** -0.5
+    scores_GS = jnp.where(seen_1S, AttentionKind(softcap=softcap).capped(scores_GS), _MASKED)
+    top_G1, total_G1, mixed_GH = carry
+    new_G1 = jnp.maximum(top_G1, scores_GS.max(-1, keepdims=True))
+    keep_G1, weight_GS = jnp.exp(top_G1 - new_G1), jnp.exp(scores_GS - new_G1)
+    total_G1 = total_G1 * keep_G1 + weight_GS.sum(-1, keepdims=True)
+    more_GH = contract(weight_GS.astype(q_GH.dtype), v_SH, (((1,), (0,)), ((), ())))
+    return new_G1, total_G1, mixed_GH * keep_G1 + more_GH
+
+
+def _kernel(B: int, U: int, softcap: float, optional: list[bool], *refs: Any) -> None:
+    left = iter(refs)
+    layer, _, first_head, length_B, used_1 = (next(left) for _ in range(5))
+    table_BT, reach = (next(left) if given else None for given in optional[:2])
+    q_QRH, k_KRH, v_KRH, k_RKWH, v_RKWH, k_pool, v_pool = (next(left) for _ in range(7))
+    sinks_QL = next(left) if optional[2] else None
+    out_QRH, k_block, v_block, arrived, *news_NL = left
+    (Q, R, H), (_, K, S, _), W = q_QRH.shape, k_block.shape, k_RKWH.shape[2]
+    G, page, dtype, used = Q // K, k_pool.shape[3], q_QRH.dtype, used_1[0]
+    start = pl.program_id(0) * R
+    rows = jnp.minimum(R, B - start)
+
+    def span(r: jax.Array) -> tuple[jax.Array, ...]:
+        """Length of a row, first position that its token sees, and the range of its blocks."""
+        length = length_B[start + jnp.minimum(r, rows - 1)]
+        first = jnp.int32(0) if reach is None else jnp.maximum(length + used + 1 - reach[0], 0)
+        # `//` would ask which chip it is for.
+        return length, first, jax.lax.div(first, S), jax.lax.div(length + S - 1, S)
+
+    def start_from(r: jax.Array, slot: jax.Array) -> None:
+        """Starts the copies of the first block of the next row, from `r` on, that has some."""
+        has_none = lambda r: (r < rows) & (span(r)[2] >= span(r)[3])  # noqa: E731
+        r = jax.lax.while_loop(has_none, lambda r: r + 1, r)
+        pl.when(r < rows)(lambda: copies("start", r, span(r)[2], slot))
+
+    def copies(do: str, r: jax.Array, j: jax.Array, slot: jax.Array) -> None:
+        length, first = span(r)[:2]
+        for u in range(0, S, U):
+            place = j * S + u
+
+            @pl.when((place < length) & (place + U > first))
+            def _(u=u, place=place):
+                entry, within = start + r, jax.lax.rem(place, page)
+                entry = entry if table_BT is None else table_BT[entry, jax.lax.div(place, page)]
+                at = layer[0], entry, pl.ds(first_head[0], K), pl.ds(pl.multiple_of(within, U), U)
+                for pool, block in ((k_pool, k_block), (v_pool, v_block)):
+                    to = block.at[slot, :, pl.ds(u, U)]
+                    getattr(pltpu.make_async_copy(pool.at[at], to, arrived.at[slot]), do)()
+
+    # In 32 bits, and 128 lanes at a time, rows of one sequence can be read and written one by one.
+    parts = [(new_NL, pl.ds(p * _LANES, min(H, _LANES))) for p, new_NL in enumerate(news_NL)]
+    heads = [(ref, n) for ref in (q_QRH, k_KRH, v_KRH) for n in range(len(ref))]
+    for n, (ref, head) in enumerate(heads):
+        for new_NL, lanes in parts:
+            new_NL[n * R : (n + 1) * R] = ref[head, :, lanes].astype(jnp.float32)
+    # What no copy writes has weight 0, and must be finite.
+    v_block[...] = jnp.zeros_like(v_block)
+    place_W1, place_1W, place_1S = (
+        jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        for axis, shape in ((0, (W, 1)), (1, (1, W)), (1, (1, S)))
     )
+    new = lambda at: jnp.concatenate([new_NL[at] for new_NL in news_NL], axis=-1)  # noqa: E731
+
+    def of_row(r: jax.Array, slot: jax.Array) -> jax.Array:
+        length, first, begin, end = span(r)
+        own_G = [pl.ds(h * G * R + r, G, stride=R) for h in range(K)]
+        q_GH, carries = [new(own).astype(dtype) for own in own_G], []
+        for h in range(K):
+            kv = []
+            for n, ref in ((Q + h, k_RKWH), (Q + K + h, v_RKWH)):
+                # The new token is one more of the buffer.
+                old_WH = ref[r, h].astype(jnp.float32)
+                kv.append(jnp.where(place_W1 == used, new(pl.ds(n * R + r, 1)), old_WH))
+            none = jnp.full((G, 1), _MASKED), jnp.zeros((G, 1)), jnp.zeros((G, H))
+            if sinks_QL is not None:
+                none = sinks_QL[h * G : (h + 1) * G, :1], jnp.ones((G, 1)), none[2]
+            seen_1W = (place_1W <= used) & (place_1W >= first - length)
+            carries.append(_attended(none, q_GH[h], kv, seen_1W, softcap))
+
+        def of_block(j: jax.Array, carry: Any) -> Any:
+            slot, carries = carry
+            pl.when(j + 1 < end)(lambda: copies("start", r, j + 1, 1 - slot))
+            pl.when(j + 1 == end)(lambda: start_from(r + 1, 1 - slot))
+            copies("wait", r, j, slot)
+            seen_1S = (j * S + place_1S < length) & (j * S + place_1S >= first)
+            for h, old in enumerate(carries):
+                kv = k_block[slot, h], v_block[slot, h]
+                carries[h] = _attended(old, q_GH[h], kv, seen_1S, softcap)
+            return 1 - slot, carries
+
+        slot, carries = jax.lax.fori_loop(begin, end, of_block, (slot, carries))
+        for own, (_, total_G1, mixed_GH) in zip(own_G, carries, strict=True):
+            for p, new_NL in enumerate(news_NL):
+                new_NL[own] = mixed_GH[:, p * _LANES : (p + 1) * _LANES] / total_G1
+        return slot
+
+    start_from(jnp.int32(0), jnp.int32(0))
+    jax.lax.fori_loop(0, rows, of_row, jnp.int32(0))
+    for n in range(Q):
+        for new_NL, lanes in parts:
+            out_QRH[n, :, lanes] = new_NL[n * R : (n + 1) * R].astype(dtype)
 
 
 KERNELS = {"paged_tpu": paged_attention_tpu, "paged_gpu": decode_attention}
@@ -142,7 +242,6 @@ def pick_decode_implementation(
     head_dim: int,
     requested: str = "auto",
     *,
-    plain: bool = True,
     alike: bool = True,
 ) -> str:
     """The implementation of attention to a long cache: "xla" (`cached_attention`) or a key of `KERNELS`.
@@ -153,8 +252,7 @@ def pick_decode_implementation(
       kv_dtype: type of the cache.
       head_dim: H.
       requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel if it can run, else "xla".
-      plain: True if no layer has a sliding window, capped scores or latents.
-      alike: True if no layer has latents, and the caches of all are alike.
+      alike: `ModelConfig.decodes_by_kernel`.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -162,11 +260,11 @@ def pick_decode_implementation(
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
     power_of_two = head_dim & (head_dim - 1) == 0
     runs = {
-        "paged_tpu": plain
+        "paged_tpu": alike
         and platform == "tpu"
         and kv_dtype == jnp.bfloat16
         and head_dim % 128 == 0,
-        "paged_gpu": (plain or alike)
+        "paged_gpu": alike
         and platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
         and kv_dtype in (dtype, jnp.int8)
@@ -175,8 +273,8 @@ def pick_decode_implementation(
         "xla": True,
     }
     rules = {
-        "paged_tpu": "TPUs, a bfloat16 cache, head sizes that are a multiple of 128, and full attention "
-        "without caps",
+        "paged_tpu": "TPUs, a bfloat16 cache, head sizes that are a multiple of 128, and layers with keys "
+        "and values of one size",
         "paged_gpu": "GPUs, activations in 16 bits, a cache of the same type or int8, head sizes that are a "
         "power of two from 16 on, and layers with keys and values of one size",
     }

@@ -257,10 +257,10 @@ def decoding_trial(
     def by_kernel(cache: Any, buffer: Any, sinks_Q: Any, q: Any, k: Any, v: Any) -> Any:
         slots = PagedSlots(cache, jnp.asarray(table_BP), jnp.zeros(4, jnp.int32)) if page else cache
         given = q, slots, jnp.int32(1), jnp.asarray(length_B)
+        if not writes:
+            buffer = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), buffer)
         newest = buffer, jnp.asarray(used_B, jnp.int32)
-        if writes:
-            return [attend(*given, k, v, *newest, kind) for kind in all_kinds(sinks_Q)]
-        return cached_attention(q, k, v, [newest], attend(*given))
+        return [attend(*given, k, v, *newest, kind) for kind in all_kinds(sinks_Q)]
 
     def by_xla(cache: Any, buffer: Any, sinks_Q: Any, q: Any, k: Any, v: Any) -> Any:
         def rows(x: jax.Array) -> jax.Array:
@@ -271,7 +271,7 @@ def decoding_trial(
         caches = [past, (buffer, jnp.asarray(used_B))]
         out = [cached_attention(q, k, v, caches, kind=kind) for kind in all_kinds(sinks_Q)]
         if not writes:
-            return out[0]
+            return out
         new = cache_of(k[:, None], v[:, None], jnp.dtype(kv_dtype), "head_dim")
         return [(each, put_token(buffer, new, jnp.int32(used_B[0]))) for each in out]
 

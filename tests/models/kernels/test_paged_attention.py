@@ -1,4 +1,4 @@
-"""The TPU's kernel for one token against a long cache, interpreted, against XLA; the choice of kernels."""
+"""The kernel for one token on TPUs, interpreted here, against plain XLA; the choice of kernels."""
 
 import functools
 
@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from long_caches import LAYER, in_pages, make, poisoned, unused_are_0
+from test_decode_attention import KINDS, LENGTHS, USED, buffer_like
 
 from jaxrl.errors import UserError
+from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
-from jaxrl.models.cache.kv_cache import KVCache, PagedSlots
+from jaxrl.models.kernels import paged_attention as module
 from jaxrl.models.kernels.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention_tpu,
@@ -19,47 +21,74 @@ from jaxrl.models.kernels.paged_attention import (
 )
 
 
-def by_xla(new, cache: KVCache, length_B) -> jax.Array:
-    return cached_attention(*new, [(jax.tree.map(lambda x: x[LAYER], cache), length_B)])
-
-
-@pytest.mark.parametrize("page", [128, 32])
-def test_the_tpu_kernel_follows_the_table_of_pages(page):
-    """A row with one page, less than a page, whole pages; what the table does not name is never used."""
-    new, cache = make(kv_heads=2, group=4, head_dim=128, kv_dtype=jnp.bfloat16, capacity=640)
-    length_B = jnp.array([0, 1, 128, 129, 640, 300], jnp.int32)
-    used = unused_are_0(in_pages(cache, page), length_B)
-    assert_close(by_kernel(new, used, length_B), by_xla(new, cache, length_B))
-
-
-def by_kernel(new, cache: KVCache | PagedSlots, length_B) -> jax.Array:
+def both(new, cache, lengths, *, kind=FULL, seen_by_kernel=None, used=USED):
+    """The results of kernel and XLA."""
+    (q, k, v), length_B = new, jnp.array(lengths, jnp.int32)
+    buffer, used_B = buffer_like(cache, len(q)), jnp.full(len(q), used, jnp.int32)
     run = jax.jit(functools.partial(paged_attention_tpu, interpret=True))
-    return cached_attention(*new, [], run(new[0], cache, jnp.int32(LAYER), length_B))
+    given = cache if seen_by_kernel is None else seen_by_kernel
+    # The buffers of the layers before are other ones.
+    stack = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x)] * LAYER + [x]), buffer)
+    out = run(q, given, jnp.int32(LAYER), length_B, k, v, stack, used_B, kind)
+    layer = jax.tree.map(lambda x: x[LAYER], cache)
+    return out, cached_attention(q, k, v, [(layer, length_B), (buffer, used_B)], kind=kind)
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
-def test_the_tpu_kernel_agrees_with_xla(group):
-    """Empty rows, one token, a page of 512 tokens, one token more, and a full row; the rest is not read."""
-    new, cache = make(kv_heads=2, group=group, head_dim=128, kv_dtype=jnp.bfloat16, capacity=1024)
-    length_B = jnp.array([0, 1, 512, 513, 1024, 0], jnp.int32)
-    assert_close(
-        by_kernel(new, poisoned(cache, length_B, 512), length_B),
-        by_xla(new, cache, length_B),
-    )
+@pytest.mark.parametrize(
+    ("kv_dtype", "group", "block"), [(jnp.float32, 4, 64), (jnp.bfloat16, 1, 128)]
+)
+def test_it_agrees_with_xla(kv_dtype, group, block, monkeypatch):
+    """Rows of no block, a part of one, several, of one and of two copies; the rest is not read."""
+    monkeypatch.setattr(module, "_BLOCK", block)
+    new, cache = make(kv_heads=2, group=group, head_dim=16, kv_dtype=kv_dtype, capacity=192)
+    seen = poisoned(cache, jnp.array(LENGTHS), 64)
+    assert_close(*both(new, cache, LENGTHS, seen_by_kernel=seen))
 
 
-def test_in_half_precision_the_tpu_kernel_is_as_close_to_the_truth_as_xla():
-    """5 pages of 128 tokens: no whole number of blocks."""
+def test_it_goes_on_in_the_next_step_of_the_grid():
+    """20 rows are two steps of 8 and one of 4."""
+    new, cache = make(kv_heads=1, group=2, head_dim=16, kv_dtype=jnp.float32, capacity=64, rows=20)
+    assert_close(*both(new, cache, [0, 64, 1, 5] * 5))
+
+
+def test_heads_of_two_tiles():
+    new, cache = make(kv_heads=1, group=2, head_dim=256, kv_dtype=jnp.float32, capacity=64)
+    assert_close(*both(new, cache, [0, 64, 1, 5, 0, 0]))
+
+
+def test_it_follows_the_table_of_pages(monkeypatch):
+    """A row with one page, less than a page, whole pages; what the table does not name is never used."""
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    new, cache = make(kv_heads=2, group=4, head_dim=16, kv_dtype=jnp.float32, capacity=160)
+    lengths = [0, 1, 32, 33, 160, 70]
+    used = unused_are_0(in_pages(cache, 32), jnp.array(lengths))
+    assert_close(*both(new, cache, lengths, seen_by_kernel=used, used=0))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_windows_caps_and_sinks(kind, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    new, cache = make(kv_heads=2, group=4, head_dim=16, kv_dtype=jnp.float32, capacity=192)
+    assert_close(*both(new, cache, LENGTHS, kind=kind))
+
+
+def test_copies_before_a_window_are_not_made(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 128)
+    new, cache = make(kv_heads=2, group=4, head_dim=16, kv_dtype=jnp.float32, capacity=192)
+    unread = jax.tree.map(lambda x: x.at[..., :64, :].set(jnp.nan), cache)
+    window = AttentionKind(window=100)
+    assert_close(*both(new, cache, [190] * 6, kind=window, seen_by_kernel=unread))
+
+
+def test_in_half_precision_it_is_as_close_to_the_truth_as_xla():
     new, cache = make(
         kv_heads=2, group=4, head_dim=128, kv_dtype=jnp.bfloat16, dtype=jnp.bfloat16, capacity=640
     )
-    length_B = jnp.array([0, 64, 129, 511, 513, 640], jnp.int32)
-    truth = by_xla([x.astype(jnp.float32) for x in new], cache, length_B)
-    kernels, xlas = (
-        np.abs(out.astype(jnp.float32) - truth).max()
-        for out in (by_kernel(new, cache, length_B), by_xla(new, cache, length_B))
-    )
-    assert kernels < 1.5 * xlas
+    lengths = [0, 64, 129, 511, 513, 640]
+    kernel, xla = both(new, cache, lengths)
+    _, truth = both([x.astype(jnp.float32) for x in new], cache, lengths)
+    far = lambda out: np.abs(out.astype(jnp.float32) - truth).max()  # noqa: E731
+    assert far(kernel) < 1.5 * far(xla)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_attention_agrees_forward_and_backward(kinds):
             ((70, 0.0, True, True), (70, 0.0, False, True)),
         ),
         (decode_attention, "paged_gpu", "bfloat16", ((0, 30.0, None, False),)),
-        (paged_attention_tpu, "paged_tpu", "bfloat16", FULL),
+        (paged_attention_tpu, "paged_tpu", "bfloat16", ((70, 30.0, None, True),)),
     ],
 )
 def test_decoding_agrees(kernel, name, kv_dtype, kinds, page):
