@@ -7,6 +7,7 @@ exit status. It is imported only when it is called, so that `jaxrl --help` does 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -18,6 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from jaxrl import extensions
 from jaxrl.errors import EXIT_USER_ERROR, exit_status
+from jaxrl.files import is_bucket
 
 # 128 + SIGPIPE
 _EXIT_CLOSED = 141
@@ -110,14 +112,19 @@ def launch(name: str) -> NoReturn:
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Imports and calls a command; prints its UserErrors and returns its exit status."""
-    return exit_status(lambda: _function_of(name)(argv))
+    return exit_status(lambda: _function_of(name, argv)(argv))
 
 
-def _function_of(name: str) -> Callable[[Sequence[str]], int]:
-    if not COMMANDS[name].function:
-        return extensions.lookup(name)
-    module, _, function = COMMANDS[name].function.partition(":")
-    return getattr(importlib.import_module(module), function)
+def _function_of(name: str, argv: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    if COMMANDS[name].function:
+        module, _, function = COMMANDS[name].function.partition(":")
+        command = getattr(importlib.import_module(module), function)
+    else:
+        command = extensions.lookup(name)
+    # A training reads its settings itself, from recipes, too.
+    if name == "train" or not any(is_bucket(text.rpartition("=")[2]) for text in argv):
+        return command
+    return functools.partial(extensions.lookup("a path in gs:// or s3://"), name, command)
 
 
 def _with_stdout(call: Callable[[], int]) -> int:

@@ -35,7 +35,9 @@ EXTENSIONS = {
     "data --pass_rate and --rewrite_answers": "jaxrl_cleaning.data_cleaning:clean",
     "train --dry_run": "jaxrl_planner.plan_command:show_traced",
     "train --supervise": "jaxrl_pods.supervise:supervise",
+    "a path in gs:// or s3://": "jaxrl_buckets.paths_of_commands:with_local_paths",
     # Settings.
+    "run.output in gs:// or s3://": "jaxrl_buckets.run_output:mirrored",
     'mesh.layout="auto" or rollout.slots="auto"': "jaxrl_planner.resolve:resolved",
     "reward.grader='code'": "jaxrl_code.code_grader:CodeGrader",
     "reward.grader='math'": "jaxrl_answers.math_grader:MathGrader",

@@ -19,14 +19,22 @@ _PARTS, _OF_PART = 32, 2**17
 
 def cache_root() -> pathlib.Path:
     """The folder of everything that can be made again: $XDG_CACHE_HOME/jaxrl or ~/.cache/jaxrl."""
-    return (
-        pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "jaxrl"
-    )
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    if is_bucket(root):
+        raise UserError(f"XDG_CACHE_HOME={root} is in a bucket; name a folder on this host's disk")
+    return pathlib.Path(root) / "jaxrl"
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Whether a path is an address in a bucket; `pathlib` makes gs:/bucket of gs://bucket."""
     return os.fspath(path).startswith(("gs:/", "s3:/"))
+
+
+def local_folder(path: str) -> pathlib.Path:
+    """A folder, or that of the cache in which a run works whose folder is in a bucket."""
+    if not is_bucket(path):
+        return pathlib.Path(path)
+    return cache_root() / "runs" / path.replace(":", "", 1)
 
 
 def open_file(path: str | os.PathLike[str], *, absent: str, buffering: int = -1) -> IO[bytes]:

@@ -7,7 +7,7 @@ The folder's name is a digest of the list: what has changed in a bucket is anoth
 is there is whole. Of a model only configuration, tokenizer and safetensors are fetched. Clients are fsspec's,
 gcsfs and s3fs, with the credentials that they find.
 
-Not covered: writing to buckets, and reading slices of weights without a copy on the disk.
+Not covered: reading slices of weights without a copy on the disk. `mirror` writes to buckets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import fnmatch
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,9 @@ from jaxrl.hub.hub_names import MODEL_FILES
 # gcsfs asks for the kind of a bucket by gRPC first, which hangs for a minute behind a proxy.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
-_AT_ONCE = 8
+AT_ONCE = 8
+PARTS = re.compile(r"\.parts/\d{16}$")
+"""End of the name of a part of a file that grows: the offset of its first byte."""
 _EXTRAS = {"gs": "gcs", "s3": "s3"}
 # What stores say of the version of an object, by the names of gcsfs, s3fs and fsspec's own file systems.
 _VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")
@@ -55,8 +58,8 @@ class Buckets:
 
     def check_model(self, url: str, *, tokenizer_only: bool = False) -> None:
         """Raises UserError unless `model` would find its files."""
-        with _told(url):
-            _model_files(url, _Listing(url), tokenizer_only=tokenizer_only)
+        with told(url):
+            _model_files(url, Listing(url), tokenizer_only=tokenizer_only)
 
     def model(self, url: str, *, tokenizer_only: bool = False) -> pathlib.Path:
         """Fetches a model's folder, or its tokenizer alone; returns the folder in the cache.
@@ -64,14 +67,14 @@ class Buckets:
         Raises:
           UserError: it is not there, cannot be read, or does not fit on the disk.
         """
-        with _told(url):
-            listing = _Listing(url)
+        with told(url):
+            listing = Listing(url)
             return listing.fetch(_model_files(url, listing, tokenizer_only=tokenizer_only))
 
     def check_rows(self, url: str, splits: Sequence[str]) -> None:
         """Raises UserError unless `rows` would find its files."""
-        with _told(url):
-            _row_files(url, _Listing(url))
+        with told(url):
+            _row_files(url, Listing(url))
 
     def rows(self, url: str, splits: Sequence[str]) -> pathlib.Path:
         """Fetches a file, or a folder of files of rows; returns its path in the cache.
@@ -79,19 +82,26 @@ class Buckets:
         Raises:
           UserError: as for `model`.
         """
-        with _told(url):
-            listing = _Listing(url)
+        with told(url):
+            listing = Listing(url)
             return listing.fetch(_row_files(url, listing))
 
 
-class _Listing:
+class Listing:
     """The objects below an address.
 
     Attributes:
       files: description of each object by its name below the address; "" is the address itself.
+
+    Args:
+      url: the address.
+      may_be_empty: whether there may be none.
+
+    Raises:
+      UserError: there is none.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, may_be_empty: bool = False):
         self._url = url
         self._system, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
         self._system.invalidate_cache()
@@ -102,7 +112,7 @@ class _Listing:
             for name, about in found.items()
             if about.get("type") != "directory" and not name.endswith("/")
         }
-        if not self.files:
+        if not (self.files or may_be_empty):
             raise UserError(
                 f"{url}: nothing is there; list the bucket, and name a file or a folder of it"
             )
@@ -130,12 +140,8 @@ class _Listing:
         # Beside its place: a rename is of one disk. One that was cut off is in nobody's way.
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f"{digest}.", dir=folder.parent))
         try:
-            with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-                getting = [
-                    pool.submit(self._get, name, partial / last, sizes[name]) for name in names
-                ]
-                for each in getting:
-                    each.result()
+            self.get(names, partial / last)
+            join_parts(partial)
             # Another process may have been quicker.
             with contextlib.suppress(OSError):
                 partial.rename(folder)
@@ -146,6 +152,16 @@ class _Listing:
                 f"{folder} cannot be written; remove what is there, or set XDG_CACHE_HOME"
             )
         return folder / last
+
+    def get(self, names: Sequence[str], target: pathlib.Path) -> None:
+        """Fetches objects to their names below a path."""
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            getting = [
+                pool.submit(self._get, name, target, int(self.files[name].get("size") or 0))
+                for name in names
+            ]
+            for each in getting:
+                each.result()
 
     def _get(self, name: str, target: pathlib.Path, size: int) -> None:
         path = target / name if name else target
@@ -160,7 +176,7 @@ class _Listing:
             )
 
 
-def _model_files(url: str, listing: _Listing, *, tokenizer_only: bool) -> list[str]:
+def _model_files(url: str, listing: Listing, *, tokenizer_only: bool) -> list[str]:
     wanted = [
         pattern for pattern in MODEL_FILES if not (tokenizer_only and "safetensors" in pattern)
     ]
@@ -174,7 +190,7 @@ def _model_files(url: str, listing: _Listing, *, tokenizer_only: bool) -> list[s
     return found
 
 
-def _row_files(url: str, listing: _Listing) -> list[str]:
+def _row_files(url: str, listing: Listing) -> list[str]:
     if "" in listing.files:
         return [""]
     found = [n for n in listing.files if any(fnmatch.fnmatchcase(n, p) for p in _ROWS)]
@@ -185,9 +201,26 @@ def _row_files(url: str, listing: _Listing) -> list[str]:
     return found
 
 
+def join_parts(folder: pathlib.Path) -> None:
+    """Makes one file of each folder of parts below a folder: those that follow on each other."""
+    for parts in [path for path in folder.rglob("*.parts") if path.is_dir()]:
+        with parts.with_suffix("").open("wb") as whole:
+            for part in sorted(parts.iterdir()):
+                if int(part.name) != whole.tell():
+                    break
+                whole.write(part.read_bytes())
+        shutil.rmtree(parts)
+
+
+def reason_of(error: Exception) -> str:
+    """What a client of a store has raised, in some words."""
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {text}"
+
+
 @contextlib.contextmanager
-def _told(url: str) -> Iterator[None]:
-    """Turns what clients of stores raise into one line."""
+def told(url: str, done: str = "read") -> Iterator[None]:
+    """Turns what clients of stores raise into one line; `done` is what could not be done."""
     scheme = url.partition("://")[0]
     try:
         yield
@@ -199,8 +232,7 @@ def _told(url: str) -> Iterator[None]:
             f"{url} needs a client of its store ({error}); pip install 'jaxrl[{extra}]'"
         ) from error
     except Exception as error:  # each client has its own
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise UserError(
-            f"{url} cannot be read ({type(error).__name__}: {reason}); check the address, and that this "
+            f"{url} cannot be {done} ({reason_of(error)}); check the address, and that this "
             "machine has credentials for it (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, or its own)"
         ) from error

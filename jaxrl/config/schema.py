@@ -7,7 +7,6 @@ Each package declares its own settings, with default and range, beside the code 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Annotated, Any
 
 from jaxrl.checks import FOLDER_NAME, NAME, PATH, SEED, count, settings, shown, steps
@@ -18,6 +17,7 @@ from jaxrl.dataflows.algorithm_config import (
     CriticConfig,
     TeacherConfig,
 )
+from jaxrl.files import local_folder
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import PoolSettings
@@ -240,4 +240,4 @@ class Config:
         return self._folder_of(self.sft.run or self.name).sft
 
     def _folder_of(self, name: str) -> RunFolder:
-        return RunFolder(pathlib.Path(self.run.output) / name / f"seed{self.seed}")
+        return RunFolder(local_folder(self.run.output) / name / f"seed{self.seed}")

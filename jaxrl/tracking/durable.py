@@ -41,8 +41,7 @@ def ensure_writable(directory: str | os.PathLike[str]) -> None:
     """
     if is_bucket(directory):
         raise UserError(
-            f"{os.fspath(directory)} is in a bucket, and what jaxrl writes goes to folders; name a folder on "
-            "a disk that all hosts share, or mount the bucket there (gcsfuse, mountpoint-s3)"
+            f"{os.fspath(directory)} is in a bucket, and only a folder on a disk can be written; name one"
         )
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)

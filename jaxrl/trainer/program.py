@@ -17,7 +17,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.shapes import is_here, model_of
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
-from jaxrl.files import fingerprint
+from jaxrl.files import fingerprint, is_bucket
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
@@ -129,7 +129,10 @@ def claimed(config: Config) -> Iterator[Config]:
     hosts.check_same("the settings", [format_config(shared)])
     hosts.check_same("the files of the weights", weight_fingerprints(config).values())
     path = config.run_folder.path
-    with hosts.watched(config.hosts), disk_errors(path), run_lock(path):
+    mirrored = contextlib.nullcontext()
+    if is_bucket(config.run.output):
+        mirrored = extensions.lookup("run.output in gs:// or s3://")(config)
+    with hosts.watched(config.hosts), disk_errors(path), run_lock(path), mirrored:
         if config.weights and is_here(config.weights):
             # The shape that is trained, not the default, to compare, record and report the run.
             config = dataclasses.replace(config, model=model_of(config)[0])

