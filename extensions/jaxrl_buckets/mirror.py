@@ -94,12 +94,7 @@ class Mirror:
         self._parts: dict[str, list[tuple[int, int]]] = {}
 
     def open(self) -> None:
-        """Takes the lock, and fetches the run unless its newest files are in this folder.
-
-        Raises:
-          UserError: another run is at work, or the bucket cannot be used.
-        """
-        self.lock.take()
+        """Fetches the run unless its newest files are in this folder. The lock is held."""
         for name in (_FETCHED, _SENDING):
             shutil.rmtree(self._folder / name, ignore_errors=True)
         note = {"number": -1, "sent": {}}
@@ -125,7 +120,7 @@ class Mirror:
         Args:
           everything: also files that were changed since the last look.
         """
-        new = [name for name in manifests_of(self._names()) if name.manifest not in self._sent]
+        new = [x for x in manifests_of(self._names()) if not self._is_sent(x.manifest)]
         staged = [name for name in reversed(new) if self._link(name)]
         # Rows go before the manifests that were written after them.
         self._send_files(everything=everything or bool(staged))
@@ -138,9 +133,8 @@ class Mirror:
 
     def left(self) -> list[str]:
         """The files that the bucket does not have."""
-        names = [x for x in self._names() if not _NOT_SENT.fullmatch(x)]
-        late = [x for x in names if self._sent.get(x) != _state(self._folder / x)]
-        steps = [x for x in manifests_of(self._names()) if x.manifest not in self._sent]
+        steps = [x for x in manifests_of(self._names()) if not self._is_sent(x.manifest)]
+        late = [x for x in self._names() if not (_NOT_SENT.fullmatch(x) or self._is_sent(x))]
         return [name.folder for name in reversed(steps)] + late
 
     def run(self) -> None:
@@ -195,6 +189,16 @@ class Mirror:
         found = ((top / x).relative_to(self._folder).as_posix() for top, xs in walked for x in xs)
         return sorted(name for name in found if not name.startswith("."))
 
+    def _is_sent(self, name: str) -> bool:
+        try:
+            return self._sent.get(name) == _state(self._folder / name)
+        except FileNotFoundError:  # removed meanwhile
+            return True
+
+    def _check_lock(self) -> None:
+        if self.taken_by:
+            raise LockLost(self.taken_by)
+
     def _send_files(self, *, everything: bool) -> None:
         names = [x for x in self._names() if not _NOT_SENT.fullmatch(x)]
         growing = [x for x in names if x.endswith(_GROWING)]
@@ -219,8 +223,7 @@ class Mirror:
             future.result()
 
     def _put(self, path: pathlib.Path, name: str) -> None:
-        if self.taken_by:
-            raise LockLost(self.taken_by)
+        self._check_lock()
         try:
             state = _state(path)
             self._system.put_file(str(path), f"{self._root}/{name}", callback=self.progress)
@@ -233,6 +236,7 @@ class Mirror:
         self.progress.relative_update()
 
     def _send_rows(self, name: str) -> None:
+        self._check_lock()
         try:
             state = _state(self._folder / name)
             if state == self._sent.get(name):
@@ -271,11 +275,10 @@ class Mirror:
         staged = self._folder / _SENDING / name.folder
         shutil.rmtree(staged, ignore_errors=True)
         try:
-            manifest = (self._folder / name.manifest).read_bytes()
-            for path in sizes_of(manifest):
+            for path in sizes_of((self._folder / name.manifest).read_bytes()):
                 (staged / path).parent.mkdir(parents=True, exist_ok=True)
                 os.link(self._folder / name.folder / path, staged / path)
-            (staged / NOTE).write_bytes(manifest)
+            os.link(self._folder / name.manifest, staged / NOTE)
         except FileNotFoundError:
             return False
         return True
@@ -284,7 +287,7 @@ class Mirror:
         staged = self._folder / _SENDING / name.folder
         manifest = (staged / NOTE).read_bytes()
         target, sizes = f"{self._root}/{name.manifest}", sizes_of(manifest)
-        # Left by a mirror that was killed, or of files that are replaced now.
+        # Of a mirror that was killed before it took a note, or of a checkpoint that was damaged.
         there = None
         with contextlib.suppress(FileNotFoundError):
             there = self._system.cat_file(target)
@@ -294,13 +297,15 @@ class Mirror:
             paths = {name.folder + path: staged / path for path in sizes}
             self._put_all({k: x for k, x in paths.items() if self._sent.get(k) != _state(x)})
             found = Listing(f"{self._url}/{name.folder}", may_be_empty=True).files
+            for path in found.keys() - sizes.keys():
+                self._remove(name.folder + path)
             for path, size in sizes.items():
                 if int(found.get(path, {"size": -1})["size"]) != size:
                     self._sent.pop(name.folder + path, None)
                     raise UserError(f"{name.folder}{path} is not whole in the bucket")
             self.lock.beat()
             self._system.pipe_file(target, manifest, mode="create")
-        self._sent[name.manifest] = [len(manifest), 0]
+        self._sent[name.manifest] = _state(staged / NOTE)
         self._remove_others(name)
 
     def _remove_others(self, sent: StepName) -> None:
@@ -350,14 +355,21 @@ def main(argv: Sequence[str]) -> None:
             system, root = fsspec.core.url_to_fs(url)
             lock = BucketLock(system, root, url, owner, run)
             mirror = Mirror(url, pathlib.Path(folder), int(keep), lock)
-            mirror.open()
+            lock.take()
+            # Fetching may take longer than a lock without a heartbeat lasts.
+            threading.Thread(target=_show_life, args=(mirror,), daemon=True).start()
+            try:
+                mirror.open()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    lock.beat("released")
+                raise
     except UserError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     print(json.dumps({}), flush=True)
     sender = threading.Thread(target=mirror.run, daemon=True)
     sender.start()
-    threading.Thread(target=_show_life, args=(mirror,), daemon=True).start()
     while os.getppid() == run and not select.select([sys.stdin], [], [], 1)[0]:
         if mirror.taken_by:
             _say(f"{url} was taken over by {mirror.taken_by}; this run stops")

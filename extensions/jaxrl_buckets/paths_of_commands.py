@@ -91,4 +91,4 @@ def _send(path: pathlib.Path, url: str) -> None:
             below = each.relative_to(path).as_posix() if path.is_dir() else ""
             system.put_file(str(each), f"{root}/{below}".rstrip("/"))
     if files:
-        print(f"{path} was brought to {url}")
+        print(f"sent to {url}")

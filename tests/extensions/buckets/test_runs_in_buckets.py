@@ -38,6 +38,7 @@ def host(store, folder: pathlib.Path, *, keep: int = 2) -> Mirror:
     """A run on a host with a disk of its own, which has begun."""
     folder.mkdir(exist_ok=True)
     opened = Mirror(URL, folder, keep, lock_of(store, folder.name))
+    opened.lock.take()
     opened.open()
     return opened
 
@@ -215,6 +216,27 @@ def test_a_host_without_files_gets_the_newest_intact_checkpoint(store, tmp_path,
     other.send(everything=True)
     assert steps_in(store) == ["10.json", "20.json", "25.json"]
     assert not names(store, "rl/checkpoints/30") + names(store, "rl/checkpoints/40")
+
+
+def test_a_step_that_is_saved_again_replaces_the_damaged_one(store, tmp_path):
+    opened, folder = host(store, tmp_path / "a"), tmp_path / "a"
+    save(folder, 10)
+    save(folder, 20)
+    leave(opened)
+    # Orbax gives its files other names each time.
+    store.pipe_file("/b/run/rl/checkpoints/20/actor/d/0", b"WEIGHTS")
+    store.pipe_file("/b/run/rl/checkpoints/20/actor/d/1", b"of a mirror that was killed")
+    other = host(store, tmp_path / "b")
+    drop(tmp_path / "b", 20)
+    save(tmp_path / "b", 20, b"others!")
+    leave(other)
+    assert names(store, "rl/checkpoints/20") == [
+        "rl/checkpoints/20/actor/d/0",
+        "rl/checkpoints/20/record",
+    ]
+    host(store, tmp_path / "c")
+    assert (tmp_path / "c/rl/checkpoints/20/actor/d/0").read_bytes() == b"others!"
+    assert [x.name for x in (tmp_path / "c/rl/checkpoints").iterdir()] == ["20"]
 
 
 def test_the_next_start_on_a_host_sends_what_is_left(store, tmp_path):

@@ -1,0 +1,62 @@
+"""A run without JAX, whose mirror is the real one: each step's weights are a digest of those before.
+
+Arguments: URL, folder, number of steps. It starts in a moment, so it can be killed often.
+"""
+
+import hashlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+
+url, folder, steps = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
+stage = folder / "rl"
+folder.mkdir(parents=True, exist_ok=True)
+mirror = subprocess.Popen(
+    [sys.executable, "-m", "jaxrl_buckets.mirror", url, str(folder), "2", "the toy"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+)
+answer = json.loads(mirror.stdout.readline())
+assert not answer, answer
+# The newest checkpoint, which the mirror has looked at.
+found = [int(path.stem) for path in (stage / "checkpoints.manifests").glob("*.json")]
+last = max(found, default=0)
+weights = b"0" * 300_000
+if last:
+    weights = (stage / f"checkpoints/{last}/weights").read_bytes()
+    written = json.loads((stage / f"checkpoints.manifests/{last}.json").read_text())
+    assert written["weights"] == [len(weights), zlib.crc32(weights)]
+rows = stage / "metrics.jsonl"
+kept = rows.read_bytes().splitlines(keepends=True)[:last] if last else []
+assert len(kept) == last, "rows before the checkpoint are missing"
+stage.mkdir(exist_ok=True)
+(stage / "new").write_bytes(b"".join(kept))
+(stage / "new").replace(rows)
+for step in range(last + 1, steps + 1):
+    weights = b"".join(hashlib.blake2b(weights, salt=b"%d" % n).digest() for n in range(4688))
+    time.sleep(0.3)
+    with rows.open("ab") as file:
+        file.write(json.dumps({"step": step, "crc": zlib.crc32(weights)}).encode() + b"\n")
+    checkpoint = stage / f"checkpoints/{step}"
+    # A run before may have left one that has no manifest.
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_bytes(weights)
+    manifest = stage / f"checkpoints.manifests/{step}.json"
+    manifest.parent.mkdir(exist_ok=True)
+    manifest.with_suffix(".new").write_text(
+        json.dumps({"weights": [len(weights), zlib.crc32(weights)]})
+    )
+    manifest.with_suffix(".new").replace(manifest)
+    for old in range(1, step - 1):
+        (stage / f"checkpoints.manifests/{old}.json").unlink(missing_ok=True)
+        shutil.rmtree(stage / f"checkpoints/{old}", ignore_errors=True)
+mirror.stdin.close()
+answer = json.loads(mirror.stdout.readline())
+assert not answer["left"], answer
