@@ -252,11 +252,10 @@ class Mirror:
             if start + size > len(content) or zlib.crc32(content[start : start + size]) != crc:
                 break
             start, same = start + size, same + 1
-        rest = content[start:]
-        if rest and same and before[same - 1][0] < _PART_BYTES:
+        if start < len(content) and same and before[same - 1][0] < _PART_BYTES:
             same -= 1
             start -= before[same][0]
-            rest = content[start:]
+        rest = content[start:]
         # What the run has taken back goes first, from the end: at any time there are rows without a gap.
         offset = sum(size for size, _ in before)
         for size, _ in reversed(before[same:]):

@@ -46,7 +46,9 @@ def with_local_paths(
             if not is_bucket(text):
                 return text
             if flag in _WRITES:
-                _check_output(name, text)
+                # Before minutes of work.
+                if _names(text) and name == "convert":
+                    raise UserError(f"{text} exists; remove it or name another place")
                 outputs[text] = pathlib.Path(scratch, str(len(outputs)), text.split("/")[-1])
                 outputs[text].parent.mkdir()
                 return str(outputs[text])
@@ -74,12 +76,6 @@ def with_local_paths(
 def _names(url: str) -> dict[str, Any]:
     with told(url):
         return Listing(url, may_be_empty=True).files
-
-
-def _check_output(command: str, url: str) -> None:
-    # Before minutes of work.
-    if _names(url) and command == "convert":
-        raise UserError(f"{url} exists; remove it or name another place")
 
 
 def _send(path: pathlib.Path, url: str) -> None:

@@ -108,11 +108,9 @@ def read_run(url: str, what: str) -> pathlib.Path:
             raise UserError(
                 f"{url} is no run: it has no config.txt; name the folder of a run, such as {url}/seed0"
             )
-        if what == "rows":
-            return _linked(listing.fetch(rows_of(listing)), url, what)
-        if what == "all":
-            names = [x for x in listing.files if not x.startswith("lock/")]
-            return _linked(listing.fetch(names), url, what)
+        if what != "weights":
+            every = [x for x in listing.files if not x.startswith("lock/")]
+            return _linked(listing.fetch(every if what == "all" else rows_of(listing)), url, what)
         base = [name for name in listing.files if _BESIDE_WEIGHTS.fullmatch(name)]
         # Later stages first: their weights are newer.
         order = {"rl/": 2, "preference/": 1, "sft/": 0}
