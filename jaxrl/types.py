@@ -543,6 +543,7 @@ class TrainBatch(PackedBatch):
       advantage: float32 [U, M, R, T].
       weight: float32 [U, M, R, T], which multiplies the policy's loss of each token: its importance weight, 0
         if its entropy is too low (`algorithm.top_entropy_quantile`), else 1.
+      old_value, target: those of a `ValueBatch`, for a policy with a value head; None for others.
     """
 
     rollout_logprob: jax.Array
@@ -550,6 +551,8 @@ class TrainBatch(PackedBatch):
     ref_logprob: jax.Array
     advantage: jax.Array
     weight: jax.Array
+    old_value: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+    target: jax.Array | None = dataclasses.field(default=None, kw_only=True)
 
     @staticmethod
     def of(packed: PackedBatch, **fields) -> TrainBatch:

@@ -21,7 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.hub.hub_names import parsed_name
 from jaxrl.hub.local_paths import open_hub
-from jaxrl.tracking.run_weights import export_run
+from jaxrl.tracking.run_weights import export_run, has_value_head
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         adapter_only=args.adapter_only,
     )
     choice = "" if args.dtype else "; --dtype float32 writes what training keeps"
+    choice += "; the value head is left out" if has_value_head(args.path, step) else ""
     print(f"{args.out} holds the weights of step {step} in {dtype}{choice}")
     if pushed_to is not None:
         print(open_hub().push_model(args.out, pushed_to, private=not args.public))

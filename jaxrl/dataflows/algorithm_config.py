@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
@@ -205,17 +206,17 @@ class AlgorithmConfig:
           truncates: whether log-probabilities are those of truncated sampling.
         """
         clashes = {
-            f"updates_per_step {self.updates_per_step}; set it to 1": self.updates_per_step > 1,
-            f"epochs {self.epochs}; set it to 1": self.epochs > 1,
-            "correction.bypass True; set it to False": self.correction.bypass,
-            "kl.loss_estimate 'full'; set it to 'k3'": self.kl.is_full,
+            f"algorithm.updates_per_step {self.updates_per_step}; set it to 1": self.updates_per_step
+            > 1,
+            f"algorithm.epochs {self.epochs}; set it to 1": self.epochs > 1,
+            "algorithm.correction.bypass True; set it to False": self.correction.bypass,
+            "algorithm.kl.loss_estimate 'full'; set it to 'k3'": self.kl.is_full,
         }
-        for clash, clashing in clashes.items():
-            if clashing:
-                raise UserError(
-                    f"dataflow {self.dataflow!r} takes one step from the whole batch, and compares the loss "
-                    f"before it with the loss after it, which excludes algorithm.{clash}"
-                )
+        _refuse(
+            f"dataflow {self.dataflow!r} takes one step from the whole batch, and compares the loss before "
+            "it with the loss after it",
+            clashes,
+        )
         if truncates:
             raise UserError(
                 f"dataflow {self.dataflow!r} bounds the KL over the whole vocabulary, and with "
@@ -256,6 +257,43 @@ class CriticConfig:
     """Number of first steps in which only the critic learns."""
     epochs: Annotated[int, between(1, 1000)] = 1
     """Number of passes over the minibatches of a step."""
+    trunk_coef: Annotated[float, coefficient()] = 0.0
+    """Above 0, the critic is a second head of the actor's model, and its loss times this is part
+    of the actor's (`vf_coef` of other programs); `lr` then has no effect. 0 is a model of its own.
+    """
+
+    def check_trunk(self, algorithm: AlgorithmConfig, *, squares: bool) -> None:
+        """Raises UserError if a setting contradicts a critic that is a head of the actor.
+
+        Args:
+          algorithm: settings of the algorithm.
+          squares: whether the advantage takes squared probabilities, which need a pass of their own.
+        """
+        flow, epochs = algorithm.flow, algorithm.epochs
+        one_critic = "critic" in flow.roles and "cost_critic" not in flow.roles
+        clashes = {
+            f"algorithm.dataflow {algorithm.dataflow!r}; take 'ppo' or 'vpg'": not one_critic
+            or flow.trust_region,
+            f"algorithm.advantage {algorithm.advantage!r}; take 'gae'": squares,
+            "algorithm.correction.bypass True; set it to False": algorithm.correction.bypass,
+            "algorithm.kl.loss_estimate 'full'; set it to 'k3'": algorithm.kl.is_full,
+            f"critic.weights {self.weights!r}; set it to ''": self.weights,
+            f"critic.warmup_steps {self.warmup_steps}; set it to 0": self.warmup_steps,
+            f"critic.epochs {self.epochs}; set it to {epochs}, algorithm.epochs": self.epochs
+            != epochs,
+        }
+        _refuse(
+            f"critic.trunk_coef {self.trunk_coef:g} makes the critic a head of the actor's model, with one "
+            "pass and one update for both",
+            clashes,
+        )
+
+
+def _refuse(why: str, clashes: Mapping[str, Any]) -> None:
+    """Raises UserError for the first clash (setting; remedy) that is true."""
+    for clash, clashing in clashes.items():
+        if clashing:
+            raise UserError(f"{why}, which excludes {clash}")
 
 
 @settings

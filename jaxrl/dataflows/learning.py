@@ -21,7 +21,7 @@ from jaxrl.roles.losses import CorrectionConfig, EntropyBatch, Objective, correc
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.redraw import draws_of
-from jaxrl.roles.scores import Critic
+from jaxrl.roles.scores import ActorCritic, Critic
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.types import TrainBatch, ValueBatch
 
@@ -93,7 +93,8 @@ class ActorPhase:
     def logprobs(self, experience: Experience) -> Experience:
         """Adds the log-probabilities of the start of the step, and corrects for the sampler's.
 
-        If the update computes those of the first minibatch, they stay 0 here.
+        An actor-critic adds its values too. If the update computes those of the first minibatch, they stay 0
+        here.
         """
         with self.timer.phase("old_log_prob"):
             batch = experience.batch
@@ -108,7 +109,12 @@ class ActorPhase:
                     later = self.actor.logprobs(batch, first_minibatch=1)
                     batch = self._with_old_logprob(batch, later)
                 return experience.extended(self.timer.when_done(batch))
-            if self.squared_probabilities:
+            if isinstance(self.actor, ActorCritic):
+                logprob, value = self.actor.logprobs_and_values(batch)
+                batch = self._with_old_logprob(batch, logprob)
+                # The advantages come with the target.
+                batch = batch.replace(old_value=value, target=value)
+            elif self.squared_probabilities:
                 logprob, sum_pi_squared = self.actor.squared_probabilities(batch)
                 batch = self._with_old_logprob(batch, logprob)
                 batch = batch.extended_as(VocabularyBatch, sum_pi_squared=sum_pi_squared)
@@ -207,11 +213,13 @@ class CriticPhase:
 
     Attributes:
       name: prefix of its metrics.
+      critic: the role; None for a head of an actor-critic, whose log-probabilities come with the values, and
+        whose update trains both.
       epochs: number of passes over a step.
     """
 
     name: str
-    critic: Critic
+    critic: Critic | None
     objective: Objective
     timer: StepTimer
     _: dataclasses.KW_ONLY
@@ -219,10 +227,16 @@ class CriticPhase:
 
     def values(self, experience: Experience) -> jax.Array:
         """Values of the state before every token, [U, M, R, T]."""
+        if self.critic is None:
+            value = experience.batch.old_value
+            assert value is not None, "step.actor.logprobs comes first: its pass gives the values"
+            return value
         with self.timer.phase("values"):
             return self.critic.values(experience.batch)
 
     def update(self, targets: ValueBatch) -> Metrics:
+        if self.critic is None:
+            return {}
         with self.timer.phase("update_critic", shown="update"):
             metrics = self.critic.update(targets, self.objective, epochs=self.epochs)
             return self.timer.when_done(prefixed(self.name, metrics))

@@ -236,8 +236,11 @@ class Advantages:
         with self.timer.phase("adv"):
             value = self.actor.place(values)
             experience, target = self._estimated(experience, value=value)
-            targets = ValueBatch(**experience.batch.packing(), old_value=value, target=target)
-            return experience.extended(experience.batch, value_metrics("critic", targets)), targets
+            batch = experience.batch
+            targets = ValueBatch(**batch.packing(), old_value=value, target=target)
+            if batch.old_value is not None:
+                batch = batch.replace(target=target)
+            return experience.extended(batch, value_metrics("critic", targets)), targets
 
     def of_tokens(self, experience: Experience, **arrays: jax.Array) -> Experience:
         """Adds token-wise advantages, from the arrays [U, M, R, T] that the dataflow declares in `gives`."""

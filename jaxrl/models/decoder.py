@@ -470,6 +470,8 @@ class Decoder(nnx.Module):
         if config.num_scores:
             scores = (None, config.num_scores)
             self.score_head = normal(rngs.params(), (width, scores), config.d_model)
+        if config.value_head:
+            self.score_head = constant(0.0, (width, (None, 1)), exact=True)
         self.config = config
 
     def __call__(

@@ -295,6 +295,8 @@ class ModelConfig:
     """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
     language model.
     """
+    value_head: bool = False
+    """A language model has a head of one score too, the value function of an actor-critic."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     """Low-rank adapters."""
 

@@ -7,6 +7,7 @@ A microbatch passes through `MicrobatchLoss`:
     correction        importance weights; rejected tokens leave the mask
     mask              every float outside the mask becomes 0, so that not even a NaN there has a gradient
     loss              per token, summed by the objective's aggregation, divided by the minibatch's count
+    loss beside       of the values of an actor-critic, by an aggregation of its own
     load balancing    of a mixture of experts, weighted by the microbatch's share of the tokens
 
 `minibatch_gradient` adds the microbatches up. With M = 3, of which the last is empty:
@@ -123,7 +124,11 @@ class MicrobatchLoss:
         loss_RT, stats = objective.loss(outputs, micro)
         loss = share_of(objective.aggregation, loss_RT)
         stats = self.describe(outputs) | stats
-        means = {name: share_of(objective.stats, x) for name, x in stats.items()} | {"loss": loss}
+        means = {"loss": loss}
+        if objective.beside is not None:
+            beside_RT, of_beside = objective.beside(outputs, micro)
+            loss, stats = loss + share_of(objective.stats, beside_RT), stats | of_beside
+        means |= {name: share_of(objective.stats, x) for name, x in stats.items()}
         shares: Stats = {}
         if routing is not None:
             # Routing is known per microbatch, not per token: each microbatch weighs as its tokens do.

@@ -58,11 +58,13 @@ class PolicyOutputs(NamedTuple):
       entropy: [R, T], entropy in nats of the distribution at that token.
       kl: [R, T], exact KL in nats of that distribution to the reference's; 0 unless the objective needs a
         reference.
+      value: [R, T], as in `ValueOutputs`, of a policy with a value head; None of others.
     """
 
     logprob: jax.Array
     entropy: jax.Array
     kl: jax.Array
+    value: jax.Array | None = None
 
 
 class ValueOutputs(NamedTuple):
@@ -116,7 +118,8 @@ class Objective:
       loss: (outputs, microbatch) -> (loss, stats) per token. Outputs are those of the role, such as
         `PolicyOutputs`. Everything outside the mask is set to 0 before the loss sees it.
       aggregation: sum and divisor that turn token losses into the loss of a minibatch.
-      stats: the same for stats.
+      stats: the same for stats, and for `beside`.
+      beside: another loss of the same outputs, which is added; its stats have names with a group.
       prepare: (batch, key) -> batch, called before the first update of a step, for decisions over whole
         minibatches.
       correction: correction inside the loss; None for none.
@@ -132,6 +135,7 @@ class Objective:
     loss: TokenLoss
     aggregation: Aggregation = dataclasses.field(default_factory=token_mean)
     stats: Aggregation = dataclasses.field(default_factory=token_mean)
+    beside: TokenLoss | None = None
     prepare: Callable[[Any, jax.Array], Any] = lambda batch, key: batch
     correction: InnerCorrection | None = None
     maxima: Callable[[Any, Any], Stats] = _nothing
@@ -452,6 +456,8 @@ def policy(
     shares_forward: bool = False,
     skips_groups: bool = False,
     truncated: bool = False,
+    value_coef: float = 0.0,
+    value_clip: float = math.inf,
 ) -> Objective:
     """The objective of a policy: a loss of `algos.policy_losses`, an entropy bonus and a KL penalty.
 
@@ -469,6 +475,8 @@ def policy(
         gives them a gradient.
       truncated: the outputs are of an actor with a truncation. Tokens that it does not keep are masked; they
         stay in the divisor of the loss.
+      value_coef, value_clip: coefficient of the loss of the policy's value head, and its clip as in
+        `clipped_values`; 0 for none.
 
     Raises:
       UserError: a name or an option is unknown, or the loss and its correction contradict each other.
@@ -515,6 +523,8 @@ def policy(
         further["correction"] = _inside_the_loss(correction, truncated=truncated)
     if shares_forward:
         further["this_pass"] = lambda outputs: {"old_logprob": outputs.logprob}
+    if value_coef:
+        further["beside"] = functools.partial(_value_loss, coef=value_coef, clip=value_clip)
     return Objective(
         loss,
         make(**(aggregation_options or {})),
@@ -523,7 +533,7 @@ def policy(
         needs_advantage=skips_groups
         and name in POLICY_LOSSES
         and name not in HAVE_OTHER_TERMS
-        and not (has_bonus or kl_coef),
+        and not (has_bonus or kl_coef or value_coef),
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )
@@ -626,6 +636,16 @@ def _ratio_deviation(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax
     """|ratio - 1|: in the first minibatch of a step only rounding, if the old policy is the trainer's."""
     log_ratio = bounded_log_ratio(outputs.logprob, micro.old_logprob)
     return {"ratio_max_deviation": jnp.abs(jnp.expm1(log_ratio))}
+
+
+def _value_loss(
+    outputs: PolicyOutputs, micro: TrainBatch, *, coef: float, clip: float
+) -> tuple[jax.Array, Stats]:
+    """The loss of a policy's value head, with the metrics of a critic."""
+    assert outputs.value is not None and micro.old_value is not None and micro.target is not None
+    loss_RT, stats = clipped_value(outputs.value, micro.old_value, micro.target, clip=clip)
+    stats |= {"vf_loss": loss_RT, "vpred_mean": outputs.value}
+    return coef * loss_RT, {f"critic/{name}": x for name, x in stats.items()}
 
 
 def clipped_values(*, clip: float) -> Objective:

@@ -17,7 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.algos.kl import over_vocabulary
-from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
+from jaxrl.algos.logprobs import (
+    from_past,
+    log_softmax_entropy,
+    renormalized,
+    token_logprobs,
+    values_before,
+)
 from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
@@ -238,11 +244,15 @@ class PackedModel:
         temperature: float,
         statistic: Callable[[jax.Array], jax.Array] | None = None,
         truncation: Truncation | None = None,
-    ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """Log-probability and entropy [R, T] of every trained token, and the routing of a mixture of experts.
+    ) -> tuple[jax.Array, jax.Array, Routing | None, jax.Array | None]:
+        """What the two heads of a policy give, and the routing of a mixture of experts.
 
         `statistic` replaces the entropy, and `truncation` renormalises the log-probabilities: see
         `algos.logprobs.token_logprobs`.
+
+        Returns:
+          Log-probability and entropy [R, T] of every trained token, the routing, and the value [R, T] of the
+          state before every token; None without a value head.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
@@ -256,7 +266,11 @@ class PackedModel:
             truncation=truncation,
             **self._chunks(micro),
         )
-        return logprob, further, out.routing
+        value = None
+        if self.model.value_head:
+            scores_RTS = model.scores(out.hidden_BTD, compute=self._compute)
+            value = values_before(scores_RTS[..., 0], micro.segment_ids)
+        return logprob, further, out.routing, value
 
     def packed_logprobs(
         self,

@@ -291,9 +291,9 @@ class Actor(Learner):
         # The limits of sampling may forbid a token of an example.
         truncation = None if supervised else self.truncation
         settings: Any = {"temperature": self._temperature, "truncation": truncation}
-        logprob, entropy, routing = self.policy(self.graph, params, micro, **settings)
+        logprob, entropy, routing, value = self.policy(self.graph, params, micro, **settings)
         # No KL here: `_outputs_against` measures it, with twice the work.
-        return PolicyOutputs(logprob, entropy, jnp.zeros_like(logprob)), routing
+        return PolicyOutputs(logprob, entropy, jnp.zeros_like(logprob), value), routing
 
     def _outputs_against(
         self, params: Params, reference: Params, micro: Any

@@ -1,7 +1,7 @@
-"""Models with a head of scores: critics, and reward or cost models, frozen and in training.
+"""Models with a head of scores: critics, actor-critics, and reward or cost models, frozen and in training.
 
-A critic predicts the future reward before every token. A reward model scores every token; the score of a
-sequence is that of its last token.
+A critic predicts the future reward before every token; it is a model of its own, or a head of the actor's.
+A reward model scores every token; the score of a sequence is that of its last token.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.algos.logprobs import last_scores, values_before
@@ -19,7 +20,10 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import ScoreOutputs, Stats, ValueOutputs
 from jaxrl.roles.packed_model import Frozen, each_micro
+from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
+
+_HEAD = "score_head"
 
 
 class ScoreLearner(Learner):
@@ -33,7 +37,7 @@ class ScoreLearner(Learner):
     def start_from(self, params: Params) -> None:
         """Starts from weights, which are donated; those of a language model get a score head of zeros."""
         # With zeros the first values are 0 rather than noise, and the trunk is at first left alone.
-        if "score_head" not in params:
+        if _HEAD not in params:
             params = score_params(params, self.model)
         super().start_from(params)
 
@@ -61,6 +65,53 @@ class Critic(ScoreLearner):
 
     def _described(self, outputs: ValueOutputs) -> Stats:
         return {"vpred_mean": outputs.value}
+
+
+class ActorCritic(Actor):
+    """A policy whose model has a value head beside its unembedding (`ModelConfig.value_head`).
+
+    Its head begins at 0, as a critic's does. With adapters, these and the head are trained. The head goes to
+    the sampler with the other weights, which does not read it.
+    """
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
+        """Args as for `Actor`; `model` has both heads."""
+        super().__init__(model, mesh, **options)
+        self.logprobs_program = jax.jit(self._packed_logprobs_and_values)
+
+    @protocol(PER_TOKEN)
+    def logprobs_and_values(self, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+        """`Actor.logprobs`, and values as of `Critic.values`, from one forward pass."""
+        return self.logprobs_program(self.for_training().params, batch)
+
+    @protocol(PER_TOKEN)
+    def logprobs(self, batch: PackedBatch, *, first_minibatch: int = 0) -> jax.Array:
+        """See `Actor.logprobs`; those before `first_minibatch` are there too."""
+        return self.logprobs_and_values(batch)[0]
+
+    def _packed_logprobs_and_values(
+        self, params: Params, batch: PackedBatch
+    ) -> tuple[jax.Array, jax.Array]:
+        def both(micro: Any) -> tuple[jax.Array, jax.Array]:
+            outputs, _ = self._outputs(params, micro)
+            assert outputs.value is not None, "the model has a value head"
+            return outputs.logprob, outputs.value
+
+        return each_micro(both, batch)
+
+    def start_from(self, params: Params) -> None:
+        """Starts from weights, which are donated; those of a language model get a value head of zeros."""
+        if _HEAD not in params:
+            params = params | {_HEAD: jnp.zeros((self.model.d_model, 1), jnp.float32)}
+        super().start_from(params)
+
+    def _split(self, params: Any) -> tuple[Any, Any]:
+        trained, frozen = super()._split(params)
+        # Adapters alone are trained otherwise.
+        if _HEAD in frozen:
+            trained = trained | {_HEAD: frozen[_HEAD]}
+            frozen = {name: leaf for name, leaf in frozen.items() if name != _HEAD}
+        return trained, frozen
 
 
 class RewardModel(Frozen):

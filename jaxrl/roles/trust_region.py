@@ -142,7 +142,7 @@ class TrustRegionActor(Actor):
 
         def product(micro: Any) -> Params:
             def kl(params: Params) -> jax.Array:
-                _, kl_RT, _ = self.policy(
+                _, kl_RT, *_ = self.policy(
                     self.graph,
                     lora.join(params, frozen),
                     micro,

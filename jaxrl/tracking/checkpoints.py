@@ -60,6 +60,8 @@ _BLOCK_BYTES = 2**20
 _ARRAYS, _ARRAY = "record_arrays", "__array__"
 # Key of the stack in the weights of a role, and of its number of layers in the metadata of a checkpoint.
 _LAYERS = "layers"
+# Name of the value head among the weights of an actor-critic.
+VALUE_HEAD = "['score_head']"
 # TensorStore, which writes the arrays for Orbax, reports disk errors in this form.
 _DISK_FAULT = re.compile(r"\bos_error_code='(?P<number>\d+)'")
 _ORBAX_LOGGER = logging.getLogger("absl")
@@ -161,7 +163,10 @@ class StoredCheckpoints:
         """
         path = self.paths.step(step) / role
         # Orbax would pad or truncate arrays of another shape.
-        difference = _difference(self.shapes(step, role), _shapes(like))
+        saved = self.shapes(step, role)
+        # Of an actor-critic the policy alone may be asked for.
+        saved = {name: saved[name] for name in saved if name != VALUE_HEAD or name in _shapes(like)}
+        difference = _difference(saved, _shapes(like))
         if difference is not None:
             raise UserError(
                 f"{path} does not hold the model that the run's files describe ({difference}); restore the "

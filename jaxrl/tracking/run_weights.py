@@ -19,7 +19,7 @@ from jaxrl.models.huggingface.config_json import read_adapter_config, read_confi
 from jaxrl.models.huggingface.model_files import ADAPTER_CONFIG_FILE, check_new, copy_companions
 from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.tracking.checkpoints import StoredCheckpoints
+from jaxrl.tracking.checkpoints import VALUE_HEAD, StoredCheckpoints
 from jaxrl.tracking.run_folder import CheckpointFolder, RunFolder
 
 
@@ -109,6 +109,12 @@ def read_newest_params(
             # A running job may have removed the checkpoint during reading. Then there is a newer one.
             if newest == before:
                 raise
+
+
+def has_value_head(folder: pathlib.Path, step: int) -> bool:
+    """Whether a step's checkpoint has the value head of an actor-critic, which no export has."""
+    stored = StoredCheckpoints(RunFolder(folder).rl.checkpoints.path)
+    return stored.paths.step(step).exists() and VALUE_HEAD in stored.shapes(step, "actor")
 
 
 def export_run(

@@ -121,9 +121,12 @@ def resolve(config: Config) -> Resolved:
         settings.check_trust_region(
             pretrain_coef=config.cost.pretrain_coef, truncates=config.truncates_logprobs
         )
+    if config.critic.trunk_coef:
+        config.critic.check_trunk(settings, squares=SUM_PI_SQUARED in estimator.inputs)
     if "ref_logprob" in array_names(lookup(POLICY_LOSSES, settings.loss, "policy loss")):
         settings.kl.check_ref_logprobs(settings.loss)
-    shares = _shares_forward(settings, coef, flow, estimator)
+    # The pass that gives an actor-critic's values gives the log-probabilities too.
+    shares = not config.critic.trunk_coef and _shares_forward(settings, coef, flow, estimator)
     objective = _policy_objective(config, flow, shares_forward=shares)
     return Resolved(config, roles, pools, estimator, objective, shares)
 
@@ -138,7 +141,9 @@ def _roles_of(config: Config, flow: Dataflow) -> tuple[str, ...]:
             f"actor it may have {', '.join(ROLES)}"
         )
     algorithm.kl.check_compared(algorithm.dataflow, _compared(declared))
-    roles = [role for role in declared if role == "actor" or not ROLES[role].optional]
+    always = [name for name, kind in ROLES.items() if not kind.optional]
+    always = {"actor", *(name for name in always if ROLES[name].is_used(config, declared=True))}
+    roles = [role for role in declared if role in always]
     for name, kind in ROLES.items():
         if kind.optional and kind.is_used(config, declared=name in declared):
             roles.append(name)
@@ -256,4 +261,6 @@ def _policy_objective(config: Config, flow: Dataflow, *, shares_forward: bool) -
         # Dynamic sampling has already dropped the groups without advantages.
         skips_groups=not flow.dynamic_sampling,
         truncated=config.truncates_logprobs,
+        value_coef=config.critic.trunk_coef,
+        value_clip=config.critic.clip,
     )

@@ -84,7 +84,8 @@ class RoleKind:
     Attributes:
       setting: name of the setting with the directory of its weights; "" for a role without one.
       needs_weights: whether a run that has the role must set `setting`.
-      optional: whether `is_used` decides if a run has the role, not its dataflow alone.
+      optional: whether `is_used` decides if a run has the role, not its dataflow alone; that of others may
+        only take it away.
       trains: whether it has an optimiser.
       compared: whether the actor's loss can have the KL to it over the whole vocabulary.
       packs: whether it runs on packed rows, which must divide over its mesh.
@@ -139,10 +140,13 @@ class RoleKind:
 
 
 class CriticKind(RoleKind):
-    """A critic starts from the policy's trunk unless it has weights of its own."""
+    """A critic starts from the policy's trunk unless it has weights of its own, or is a head of the actor."""
 
     setting = "critic.weights"
     trains = True
+
+    def is_used(self, config: Config, *, declared: bool) -> bool:
+        return declared and not config.critic.trunk_coef
 
     def check(self, model: ModelConfig, directory: str) -> None:
         """Its head is new, so a model with or without scores will do."""
@@ -157,7 +161,7 @@ class CriticKind(RoleKind):
 
     def phase(self, name: str, role: Critic | None, parts: PhaseParts) -> CriticPhase | None:
         options = parts.config.critic
-        if role is None:
+        if role is None and not options.trunk_coef:
             return None
         loss = clipped_values(clip=options.clip)
         return CriticPhase(name, role, loss, parts.timer, epochs=options.epochs)

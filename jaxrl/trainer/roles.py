@@ -32,7 +32,7 @@ from jaxrl.roles.learner import Learner
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.roles.scores import Critic
+from jaxrl.roles.scores import ActorCritic, Critic
 from jaxrl.roles.trust_region import TrustRegionActor
 from jaxrl.rollout.cache_choice import warn_of_pages_on_cpu
 from jaxrl.rollout.drivers import build_backend, with_agent
@@ -184,13 +184,15 @@ class RoleBuilder:
         samples: bool = True,
         compared: Reference | None = None,
         trust_region: TrustRegionConfig | None = None,
+        has_values: bool = False,
     ) -> Actor:
-        """The actor with the optimiser of one training stage, or with a trust region.
+        """The actor with the optimiser of one training stage, or with a trust region or a value head.
 
         Without `samples` it only learns.
         """
         config, rollout = self._config, self._config.rollout
         backend = None
+        model = dataclasses.replace(self._models.actor, value_head=has_values)
         if samples:
             tokenizer = self._models.tokenizer
             mesh = self._meshes.get("rollout", self._meshes["actor"])
@@ -201,9 +203,7 @@ class RoleBuilder:
                 replicas=shards_of("batch", GENERATE_RULES, mesh),
             )
             warn_of_pages_on_cpu(rollout.cache, mesh, rollout.agent)
-            backend = build_backend(
-                rollout.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
-            )
+            backend = build_backend(rollout.driver, model, mesh, sizes, tokenizer.decode_batch)
             # A plan runs no agents.
             if tokenizer is not SHAPES_ONLY:
                 backend = with_agent(backend, rollout, tokenizer)
@@ -218,12 +218,8 @@ class RoleBuilder:
             "compared": compared,
         }
         if trust_region is None:
-            return Actor(self._models.actor, **options)
-        return TrustRegionActor(
-            self._models.actor,
-            max_kl=trust_region.max_kl,
-            **options,
-        )
+            return (ActorCritic if has_values else Actor)(model, **options)
+        return TrustRegionActor(model, max_kl=trust_region.max_kl, **options)
 
     def other(self, role: str, *, like: str = "") -> Any:
         """A role of `role_table.ROLES`, with its own model and mesh or, by `like`, those of another role."""
@@ -262,6 +258,7 @@ def build_roles(resolved: Resolved, meshes: Meshes, models: RoleModels) -> Roles
         optim=config.optim,
         compared=compared,
         trust_region=config.algorithm.trust_region if resolved.dataflow.trust_region else None,
+        has_values=config.critic.trunk_coef > 0,
     )
     return Roles(actor, others)
 

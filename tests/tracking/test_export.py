@@ -108,6 +108,15 @@ def test_the_command_prints_the_dtype(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("step 3 in float32\n")
 
 
+def test_a_value_head_stays_in_the_checkpoint(tmp_path, capsys):
+    params = random_params(TINY, seed=3)
+    both = params | {"score_head": jnp.ones((TINY.d_model, 1))}
+    run, out = finished_run(tmp_path / "run", TINY, {"rl": {3: both}}), tmp_path / "hf"
+    assert convert(["convert", "--path", str(run), "--out", str(out), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.endswith("step 3 in float32; the value head is left out\n")
+    assert_equal(load_params(out, TINY, shardings(TINY)), params)
+
+
 def test_the_command_pushes_to_the_hub(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     run = finished_run(tmp_path / "run", TINY, {"rl": {3: random_params(TINY, seed=3)}})

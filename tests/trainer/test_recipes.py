@@ -7,10 +7,12 @@ from closeness import assert_close
 from digits import write_problems
 from tiny_runs import MODEL, problems_in, tiny_config
 
+from jaxrl.commands.convert import main as convert
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
+from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
@@ -152,6 +154,79 @@ def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
     if recipe == "trpo":
         assert 0 < whole[2]["actor/trust_region_kl"] <= 0.01
         assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
+
+
+ONE_TRUNK = {
+    "algorithm__dataflow": "ppo",
+    "algorithm__advantage": "gae",
+    "algorithm__kl__reward_coef": 0.05,
+    "critic__trunk_coef": 0.5,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"model__lora__rank": 2}], ids=["whole", "adapters"])
+def test_actor_and_critic_on_one_trunk_resume_to_the_same_numbers(more, folder, tmp_path):
+    changes = {**ONE_TRUNK, **more, "optim__lr": 1e-2}
+    whole, resumed = whole_and_resumed(folder, tmp_path, **changes)
+    assert whole[3] == resumed[3]
+    # Values begin at 0, and the one update trains them too.
+    assert whole[1]["critic/values/max"] == 0 and whole[3]["critic/values/mean"] != 0
+    assert 0 < whole[3]["critic/vf_loss"] < whole[1]["critic/vf_loss"]
+    assert whole[3]["actor/grad_norm"] > 0 and "critic/grad_norm" not in whole[3]
+    # The run has no other model of values, and its policy alone is exported.
+    path = tmp_path / "whole" / "grpo" / "seed0"
+    assert not list(path.glob("rl/checkpoints/**/critic"))
+    out = tmp_path / "exported"
+    assert convert(["convert", "--path", str(path), "--out", str(out)]) == 0
+    assert not read_config(out).num_scores
+
+
+@pytest.mark.long
+def test_actor_and_critic_learn_on_one_trunk(folder, tmp_path):
+    """Half of the tokens are paid for. The policy takes to these, and its values tell the reward."""
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "def rule(responses):\n    return [(x < 144).mean() for x in responses.tokens]\n"
+    )
+    changes = {
+        "reward__functions": {"rule": {"path": f"{rules}:rule", "weight": 1.0}},
+        "algorithm__whiten": True,
+        "optim__lr": 1e-2,
+        "run__num_steps": 15,
+        "evaluation__every": 0,
+    }
+    config = make_config(folder, tmp_path, "ppo", **ONE_TRUNK, **changes)
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    rows = curve(config)
+    assert rows[-1]["reward/rule/mean"] > rows[0]["reward/rule/mean"] + 0.2
+    assert rows[-1]["critic/vf_loss"] < 0.5 * rows[0]["critic/vf_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"mesh__train": "1-4-2", "mesh__generate": "1-2-2-2", "mesh__fsdp": 2},
+        {"mesh__train": "2-2-2", "train__rows": 8},
+        {
+            "placement": {
+                "policy": {"roles": ("actor", "reference"), "train": "1-2-2", "fsdp": 2},
+                "sampler": {"roles": ("rollout",), "train": "1-1-2"},
+            }
+        },
+    ],
+    ids=["fsdp and tensor", "pipeline", "a sampler of its own"],
+)
+def test_one_trunk_is_the_same_on_any_mesh(mesh, folder, tmp_path):
+    curves = []
+    for name, more in (("one", {}), ("many", mesh)):
+        shape = {key: x for key, x in mesh.items() if key == "train__rows"}
+        config = make_config(folder, tmp_path / name, "ppo", **{**ONE_TRUNK, **shape, **more})
+        assert program.train(config, devices=None if more else jax.devices()[:1]) == 0
+        curves.append(curve(config)[-1])
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/values/mean"):
+        assert_close(curves[1][name], curves[0][name], rtol=2e-4, scale=0.1, err_msg=name)
 
 
 def whole_and_resumed(folder, tmp_path, **changes) -> list[dict]:
@@ -374,6 +449,37 @@ def response_tokens(config: Config, row: dict) -> float:
             "trpo",
             TRPO | {"rollout__top_p": 0.9},
             "truncated_logprobs True its loss would be one of",
+        ),
+        ("grpo", {"critic__trunk_coef": 0.1}, "excludes algorithm.dataflow 'grpo'; take 'ppo'"),
+        ("trpo", TRPO | {"critic__trunk_coef": 0.1}, "excludes algorithm.dataflow 'trpo'; take"),
+        (
+            "safe_rlhf",
+            ONE_TRUNK | {"algorithm__dataflow": "safe_rlhf", "cost__model": "cost"},
+            "excludes algorithm.dataflow 'safe_rlhf'; take 'ppo' or 'vpg'",
+        ),
+        ("ppo", ONE_TRUNK | {"critic__weights": "w"}, "excludes critic.weights 'w'; set it to ''"),
+        ("ppo", ONE_TRUNK | {"critic__warmup_steps": 2}, "warmup_steps 2; set it to 0"),
+        (
+            "ppo",
+            ONE_TRUNK | {"algorithm__epochs": 2},
+            "critic.epochs 1; set it to 2, algorithm.epochs",
+        ),
+        (
+            "ppo",
+            ONE_TRUNK | {"algorithm__correction__bypass": True},
+            "bypass True; set it to False",
+        ),
+        (
+            "ppo",
+            ONE_TRUNK
+            | {"algorithm__kl__reward_coef": 0.0, "algorithm__kl__loss_coef": 0.1}
+            | {"algorithm__kl__loss_estimate": "full"},
+            "excludes algorithm.kl.loss_estimate 'full'; set it to 'k3'",
+        ),
+        (
+            "ppo",
+            ONE_TRUNK | {"placement": {"a": {"roles": ("actor", "critic", "reference")}}},
+            "'critic', which is no role of this run",
         ),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],

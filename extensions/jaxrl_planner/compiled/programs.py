@@ -72,9 +72,10 @@ def abstract_batch(
         where = NamedSharding(role.mesh, rows_and_length(role.mesh, dims))
         fields[name] = jax.ShapeDtypeStruct(dims, dtype, sharding=where)
     # Without shared prompts a batch has no such field, and the program has another signature.
-    if not role.train.shares_prompts:
-        fields["prefix_ids"] = None
-    fields["routes"] = None
+    absent = ["routes"] + ["prefix_ids"] * (not role.train.shares_prompts)
+    if kind is TrainBatch and not role.model.value_head:
+        absent += ["old_value", "target"]
+    fields |= dict.fromkeys(absent)
     if role.replays_routes:
         U, M, R, T = dataclasses.astuple(shape)
         dims = (U, M, role.model.mixture_layers * role.model.experts_per_token, R, T)

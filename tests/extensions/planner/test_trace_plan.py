@@ -205,3 +205,17 @@ def test_a_reward_model_that_is_here_is_counted(tmp_path):
     params = init_params(model, jax.random.key(0))
     save_checkpoint(params, model, tmp_path / "reward", dtype="float32")
     assert sizes(planned(config))["reward, frozen"] == model.num_params
+
+
+def test_a_critic_on_the_actors_trunk_is_a_head_and_no_other_model():
+    changes = {"critic__warmup_steps": "0", "critic__trunk_coef": "0.1"}
+    apart, one = (planned(config_of("ppo_tiny", **more)) for more in ({}, changes))
+    ours, theirs = sizes(one), sizes(apart)
+    # One weight for each of 32 numbers of the hidden state.
+    assert ours["actor in training"] == theirs["actor in training"] + 32
+    assert "critic in training" in theirs and not [name for name in ours if "critic" in name]
+    load = load_of(one.config)
+    of_actor = [program for role, program, _ in one.programs(load) if role == "actor"]
+    assert [program.name for program in of_actor] == ["logprobs", "update"]
+    for piece in (piece for program in of_actor for piece in program.pieces):
+        assert piece.function.trace(*piece.arguments, **piece.keywords)
