@@ -335,11 +335,11 @@ BUDGETS = {
     "files that trainer/ imports, itself included": 202,
     "settings": 205,
     "functions per 1,000 lines of code": 89,
-    "lines of code of extensions/": 21_960,
+    "lines of code of extensions/": 21_961,
     "lines of code of jaxrl_agents": 1_862,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 339,
-    "lines of code of jaxrl_buckets": 803,
+    "lines of code of jaxrl_buckets": 804,
     "lines of code of jaxrl_cleaning": 216,
     "lines of code of jaxrl_code": 1_547,
     "lines of code of jaxrl_hub": 384,
@@ -351,7 +351,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 52_282,
+    "lines of code of tests": 52_290,
 }
 MIN_COMMENT_PERCENT = 4.0
 
