@@ -101,8 +101,9 @@ class Mirror:
         with contextlib.suppress(OSError, ValueError):
             note = json.loads((self._folder / NOTE).read_text())
         listing = Listing(self._url, may_be_empty=True)
-        # Nobody has held the lock since this host has.
-        if note["number"] >= self.lock.before:
+        # Nobody has held the lock since this host has, or the bucket holds nothing to go on from.
+        is_empty = all(name.startswith("lock/") for name in listing.files)
+        if note["number"] >= self.lock.before or is_empty:
             sizes = {name: int(about["size"]) for name, about in listing.files.items()}
             self._sent = {k: v for k, v in note["sent"].items() if sizes.get(k) == v[0]}
         else:

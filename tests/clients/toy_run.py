@@ -39,8 +39,8 @@ stage.mkdir(exist_ok=True)
 (stage / "new").write_bytes(b"".join(kept))
 (stage / "new").replace(rows)
 for step in range(last + 1, steps + 1):
-    weights = b"".join(hashlib.blake2b(weights, salt=b"%d" % n).digest() for n in range(4688))
-    time.sleep(0.3)
+    weights = hashlib.blake2b(weights).digest() * 4688
+    time.sleep(2)
     with rows.open("ab") as file:
         file.write(json.dumps({"step": step, "crc": zlib.crc32(weights)}).encode() + b"\n")
     checkpoint = stage / f"checkpoints/{step}"

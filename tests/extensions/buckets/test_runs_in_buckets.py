@@ -274,6 +274,11 @@ def test_an_emptied_bucket_gets_all_again(store, tmp_path):
     store.rm("/b/run", recursive=True)
     host(store, tmp_path / "a").send(everything=True)
     assert steps_in(store) == ["10.json"]
+    # Also what was copied here without a note.
+    store.rm("/b/run", recursive=True)
+    (tmp_path / "a/.bucket.json").unlink()
+    host(store, tmp_path / "a").send(everything=True)
+    assert steps_in(store) == ["10.json"] and not [*tmp_path.glob("a.aside*")]
 
 
 def test_a_run_is_read_by_its_newest_intact_checkpoint(store, tmp_path, capsys):
