@@ -1,4 +1,4 @@
-"""The two agents among the recipes: the game of one of them, and that models learn both."""
+"""The agents among the recipes: the game of one of them, and that models learn them."""
 
 import json
 import os
@@ -56,6 +56,16 @@ def trained(recipe: str, metric: str, folder: pathlib.Path) -> tuple[pathlib.Pat
 def test_a_small_model_learns_to_listen(tmp_path):
     _, won = trained("guess_tiny", "val-core/number_game/acc/mean@8", tmp_path)
     assert won[0] < 0.45 and won[-1] > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_small_model_learns_to_add_and_to_check(tmp_path):
+    run, solved = trained("solver_checker_tiny", "val-core/chain_sum/solver/acc/mean@8", tmp_path)
+    lines = (run / "rl/metrics.jsonl").read_text().splitlines()
+    checker = "val-core/chain_sum/checker/acc/mean@8"
+    checked = [x for line in lines if (x := json.loads(line).get(checker)) is not None]
+    assert solved[-1] > solved[0] + 0.15 and checked[-1] > checked[0] + 0.15
 
 
 @pytest.mark.slow
