@@ -12,14 +12,13 @@ def started(commands: Sequence[Sequence], **options) -> Iterator[list[subprocess
     """One process for each command, with pipes of text; what still runs at the end is killed.
 
     Args:
-      options: for `subprocess.Popen`.
+      options: for `subprocess.Popen`, other streams than pipes too.
     """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-            )
+            process = subprocess.Popen(command, **options)
             # In the opposite order: killed, then waited for, and its pipes closed.
             stack.enter_context(process)
             stack.callback(process.kill)

@@ -1,5 +1,6 @@
 """Runs whose folder is in a bucket of gcp-storage-emulator or moto, on hosts whose disks are empty."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 import pytest
 from digits import write_problems
+from processes import started
 from stores import ROOT, Store, store_of
 from tiny_runs import SETTINGS, problems_in
 
@@ -47,7 +49,7 @@ class Hosts:
 
     def __init__(self, store: Store, folder: pathlib.Path):
         self._store, self._folder, self.number = store, folder, 0
-        self._started: list[subprocess.Popen] = []
+        self._started = contextlib.ExitStack()
         write_problems(folder)
 
     def command(self, output: str, steps: int, **settings) -> list[str]:
@@ -64,22 +66,16 @@ class Hosts:
             "JAX_COMPILATION_CACHE_DIR": str(self._folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
+        command = [sys.executable, *(["-m", "jaxrl"] if module else []), *arguments]
         with self.log.open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, *(["-m", "jaxrl"] if module else []), *arguments],
-                env=environment,
-                cwd=self._folder,
-                stdout=log,
-                stderr=log,
-            )
-        self._started.append(process)
+            streams = {"stdout": log, "stderr": log}
+            begun = started([command], env=environment, cwd=self._folder, **streams)
+            (process,) = self._started.enter_context(begun)
         return process
 
     def end(self) -> None:
         """Ends what a failed test has left."""
-        for process in self._started:
-            process.kill()
-            process.wait()
+        self._started.close()
 
     def run(self, arguments: list[str], **options: bool) -> int:
         return self.start(arguments, **options).wait()
