@@ -25,7 +25,6 @@ from jaxrl.user_code import load_function
 
 _make_sum = load_function("shared/worked_sums.py:make", "the sums")
 _solve = load_function("shared/worked_sums.py:solve", "the sums")
-_QUESTION = "Work out the following sum: "
 _WRONG_BY = (-10, -2, -1, 1, 2, 10)
 
 
@@ -76,4 +75,4 @@ def _asked(role: str, text: str) -> list[dict[str, str]]:
 
 
 def _sum(problem: str) -> str:
-    return problem.removeprefix(_QUESTION).removesuffix(" =")
+    return problem.rpartition(": ")[2].removesuffix(" =")

@@ -36,14 +36,10 @@ def write_run_report(run: RunContext) -> pathlib.Path:
         if stage.metrics.exists()
     }
     rl = rows.get(next(iter(stages)), [])
+    sources = sources_of(run.evaluation_prompts.sources, config.rollout.agent_roles)
     # A supervised run may have no problems; then accuracy is left out.
-    accuracy = (
-        evaluation_lines(
-            rl, run.evaluation_prompts.sources, num_samples=config.evaluation.num_samples
-        )
-        if rl
-        else []
-    )
+    num_samples = config.evaluation.num_samples
+    accuracy = evaluation_lines(rl, sources, num_samples=num_samples) if rl else []
     lengths = []
     for name, found in rows.items():
         if found:
@@ -82,6 +78,11 @@ def write_run_report(run: RunContext) -> pathlib.Path:
         config_text=format_config(config),
     )
     return folder.report
+
+
+def sources_of(sources: Sequence[str], roles: Sequence[str]) -> Sequence[str]:
+    """The names under which an evaluation has its metrics: a source for each role of an agent."""
+    return [f"{source}/{role}" for source in sources for role in roles] or sources
 
 
 def evaluation_lines(

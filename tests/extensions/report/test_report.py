@@ -7,7 +7,7 @@ from report_page import check_page
 
 from jaxrl_report import plots
 from jaxrl_report.page import PromptResponses, Response, write_report
-from jaxrl_report.run_report import evaluation_lines
+from jaxrl_report.run_report import evaluation_lines, sources_of
 
 
 def _rl_rows(num_steps=40):
@@ -179,3 +179,14 @@ def test_the_report_says_which_step_was_evaluated():
     assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1] == last
     both = evaluation_lines(rows, ("sums", "words"), num_samples=2)
     assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2
+
+
+def test_each_role_of_an_agent_has_its_own_accuracy():
+    assert sources_of(("sums",), ()) == ("sums",)
+    row = {
+        "step": 0,
+        "val-core/sums/solver/acc/mean@2": 0.25,
+        "val-core/sums/checker/acc/mean@2": 1.0,
+    }
+    named = sources_of(("sums",), ("solver", "checker"))
+    assert [x for _, x in evaluation_lines([row], named, num_samples=2)] == ["25.0%", "100.0%"]
