@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -38,6 +37,8 @@ AUTO = "auto"
 PATHWAYS = "pathways"
 # For how long a process that ends with an error looks whether process 0 is gone.
 _LAST_LOOK_S = 2.0
+# How often it is looked for where it does not answer, and for how long a process waits for it to start.
+_LOOK_EVERY_S, _START_S = 0.1, 300
 # Timeout of JAX's own heartbeats. It is longer than ours, so that ours, whose message says more, come first.
 _JAX_HEARTBEAT_S = 100
 
@@ -130,22 +131,8 @@ def start(config: HostsConfig) -> None:
     # alive, the abort goes on after them.
     libc = ctypes.CDLL(None)
     libc.signal(signal.SIGABRT, libc.sleep)
-    try:
-        if config.coordinator == AUTO:
-            jax.distributed.initialize(**patience)
-        else:
-            jax.distributed.initialize(
-                config.coordinator, config.num_processes, config.process_id, **patience
-            )
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"process {config.process_id} of {config.num_processes} did not find the others by "
-            f"hosts.coordinator={config.coordinator} ({reason}); give the address:port of process 0 with "
-            "hosts.num_processes and hosts.process_id, and start all processes"
-        ) from error
-    leaves = threading.Event()
-    follower = threading.Thread(target=_follow_first, args=(leaves,), daemon=True)
+    met, leaves = threading.Event(), threading.Event()
+    follower = threading.Thread(target=_follow_first, args=(config, met, leaves), daemon=True)
 
     def leave() -> None:
         # An error that was not caught, and perhaps of communication: then `follower` is about to say who is
@@ -154,33 +141,58 @@ def start(config: HostsConfig) -> None:
             follower.join(_LAST_LOOK_S)
         leaves.set()
 
+    # Before JAX connects: if process 0 dies then, JAX looks for it for minutes.
+    follower.start()
+    try:
+        if config.coordinator == AUTO:
+            jax.distributed.initialize(**patience)
+        else:
+            if config.process_id and not met.wait(_START_S):
+                raise RuntimeError(f"nobody has answered there for {_START_S} s")
+            jax.distributed.initialize(
+                config.coordinator, config.num_processes, config.process_id, **patience
+            )
+    except (ValueError, RuntimeError) as error:
+        leaves.set()
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"process {config.process_id} of {config.num_processes} did not find the others by "
+            f"hosts.coordinator={config.coordinator} ({reason}); give the address:port of process 0 with "
+            "hosts.num_processes and hosts.process_id, and start all processes"
+        ) from error
+    met.set()
     # Runs before JAX's own: once all processes have left, process 0 ends as it should.
     atexit.register(leave)
-    follower.start()
 
 
 # The watch of this process during a multi-process run. Global, like JAX's distributed client.
 _watch: HostWatch | None = None
 
 
-def _follow_first(leaves: threading.Event) -> None:
+def _follow_first(config: HostsConfig, met: threading.Event, leaves: threading.Event) -> None:
     """Ends this process when the port of process 0 is closed, unless it `leaves` by itself.
 
     Holds a connection to it, which breaks at the moment of its death. The server also closes connections that
-    say nothing, but takes new ones.
+    say nothing, but takes new ones. Until the first one, which sets `met`, process 0 may be about to start.
     """
-    address = coordinator_address()
-    host, _, port = address.rpartition(":")
-    while True:
+    while not leaves.wait(_LOOK_EVERY_S):
+        # "" until JAX has found it.
+        address = coordinator_address() if config.coordinator == AUTO else config.coordinator
+        host, _, port = address.rpartition(":")
         try:
-            with socket.create_connection((host.strip("[]"), int(port))) as line:
+            with socket.create_connection((host.strip("[]"), int(port or 0))) as line:
+                if line.getsockname() == line.getpeername():
+                    # Of this host to itself: a free port may become the port of this end, too.
+                    continue
+                met.set()
                 while line.recv(1 << 12):
                     pass
         except ConnectionRefusedError:
-            break
+            if met.is_set():
+                break
         except OSError:
             # Of the network, which may come back. If it does not, heartbeats are missed.
-            time.sleep(0.1)
+            pass
     if leaves.is_set():
         return
     unwatched = f"process 0 ({address})", "this process"

@@ -268,6 +268,25 @@ def test_process_0_that_dies_when_all_have_just_met_is_named():
     assert "error: process 0 (localhost:" in errors[1].splitlines()[-1]
 
 
+@pytest.mark.long
+def test_process_0_that_dies_before_all_have_met_is_named():
+    """The others are inside JAX, which would look for it for minutes. One that starts late is not gone."""
+    program = PROGRAM.replace("num_processes=2", "num_processes=3")
+    program = program.replace("hosts.start", "print('starts', flush=True)\nhosts.start")
+    first, second = commands_of(program)
+    with started([second], cwd=ROOT) as (survivor,):
+        assert survivor.stdout.readline() == "starts\n"
+        time.sleep(1)
+        with started([first], cwd=ROOT) as (victim,):
+            assert victim.stdout.readline() == "starts\n"
+            time.sleep(3)
+            assert survivor.poll() is None, survivor.stderr.read()
+            victim.kill()
+        error = survivor.communicate(timeout=30)[1]
+    assert survivor.returncode == EXIT_TRY_AGAIN
+    assert "error: process 0 (localhost:" in error.splitlines()[-1] and "is gone" in error
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_process_is_named(victim):
     commands = commands_of(PROGRAM)
