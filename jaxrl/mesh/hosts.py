@@ -122,9 +122,10 @@ def start(config: HostsConfig) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # Collectives between processes on CPU devices.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    patience: Any = {
-        "heartbeat_timeout_seconds": max(_JAX_HEARTBEAT_S, round(2 * config.lost_after_s))
-    }
+    heartbeat_s = max(_JAX_HEARTBEAT_S, round(2 * config.lost_after_s))
+    place = config.coordinator, config.num_processes, config.process_id
+    # JAX finds it with "auto".
+    known: Any = place if config.coordinator != AUTO else ()
     # Before it connects: process 0 may die at any moment from then on, and JAX then aborts this process, in a
     # thread of its own. The handler must be safe in a signal, so it is no Python: it is libc's `sleep`, whose
     # seconds are the number of the signal, 6. In these `_follow_first` ends this process; if process 0 is
@@ -144,14 +145,9 @@ def start(config: HostsConfig) -> None:
     # Before JAX connects: if process 0 dies then, JAX looks for it for minutes.
     follower.start()
     try:
-        if config.coordinator == AUTO:
-            jax.distributed.initialize(**patience)
-        else:
-            if config.process_id and not met.wait(_START_S):
-                raise RuntimeError(f"nobody has answered there for {_START_S} s")
-            jax.distributed.initialize(
-                config.coordinator, config.num_processes, config.process_id, **patience
-            )
+        if known and config.process_id and not met.wait(_START_S):
+            raise RuntimeError(f"nobody has answered there for {_START_S} s")
+        jax.distributed.initialize(*known, heartbeat_timeout_seconds=heartbeat_s)
     except (ValueError, RuntimeError) as error:
         leaves.set()
         reason = str(error).splitlines()[0]
@@ -175,6 +171,7 @@ def _follow_first(config: HostsConfig, met: threading.Event, leaves: threading.E
     Holds a connection to it, which breaks at the moment of its death. The server also closes connections that
     say nothing, but takes new ones. Until the first one, which sets `met`, process 0 may be about to start.
     """
+    address = ""
     while not leaves.wait(_LOOK_EVERY_S):
         # "" until JAX has found it.
         address = coordinator_address() if config.coordinator == AUTO else config.coordinator
