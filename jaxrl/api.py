@@ -237,9 +237,10 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
         with inputs.kept():
             config = resolved(prepared(config), jax.devices(), kind=REINFORCEMENT)
             opened.enter_context(must_return())
-            config = opened.enter_context(claimed(config))
+            found = opened.enter_context(claimed(config))
+            config = found.config
             stop = opened.enter_context(StopSignal(within_s=config.run.stop_within_s))
-            run = build_context(config, kind=REINFORCEMENT)
+            run = build_context(found, kind=REINFORCEMENT)
             # `OpenRun.save_model` copies those of the model.
             keep_run_files(run)
         roles = build_roles(run.resolved, run.meshes, run.models)

@@ -287,15 +287,25 @@ def test_a_role_is_four_files():
 
 def test_what_a_config_names_is_found_in_one_place():
     """Everything else is given what `resolve` found, or asks the settings (`AlgorithmConfig.flow`)."""
-    callers = {"find_dataflow": set(), "read_placement": set()}
+    names = ("find_dataflow", "read_placement", "read_config", "check_params")
+    users = {name: set() for name in names}
     for module, path in MODULES.items():
         for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in callers:
-                callers[node.func.id].add(module)
+            if isinstance(node, ast.Name) and node.id in names:
+                users[node.id].add(module.removeprefix("jaxrl."))
     # An evaluation has the actor alone, on all devices, whatever the config places.
-    assert callers == {
-        "find_dataflow": {"jaxrl.dataflows.algorithm_config"},
-        "read_placement": {"jaxrl.trainer.resolved", "jaxrl.commands.evaluate"},
+    assert users == {
+        "find_dataflow": {"dataflows.algorithm_config"},
+        "read_placement": {"trainer.resolved", "commands.evaluate"},
+        # Commands for one folder, and the shape that a config states.
+        "read_config": {
+            *("trainer.resolved", "config.shapes"),
+            *("data.model_directory", "tracking.run_weights", "jaxrl_planner.mesh_command"),
+        },
+        # Those that load weights look again.
+        "check_params": {
+            *("trainer.findings", "commands.evaluate", "models.huggingface.weight_loading"),
+        },
     }
 
 

@@ -180,7 +180,7 @@ def planned_roles(resolved: Resolved, meshes: Mapping[str, Any]) -> PlannedRoles
     config = dataclasses.replace(config, rollout=rollout)
     resolved = dataclasses.replace(resolved, config=config)
     # A checkpoint that is not here has the size of the actor, and the plan says so.
-    models = role_models(config, resolved.roles)
+    models = role_models(resolved)
     roles = build_roles(resolved, meshes, models)
     return PlannedRoles(resolved, models, meshes, roles)
 

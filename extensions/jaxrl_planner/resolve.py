@@ -35,12 +35,12 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
         in use, the search does not cover the recipe, or nothing fits.
     """
     with (
-        claimed(config) as config,
+        claimed(config) as found,
         StopSignal(within_s=config.run.stop_within_s) as stop,
         stop.ends_at_once(),
     ):
         # First, because the slots depend on the layout.
-        found = resolve(with_searched_layout(config, devices))
+        found = resolve(with_searched_layout(found.config, devices))
         # What is missing is reported before minutes of compiling.
         find_everything(found, kind, devices)
         config = with_chosen_slots(found, devices)

@@ -123,7 +123,7 @@ def try_kernels(config: Config, placement: Placement) -> None:
         )
     try:
         found = resolve(config)
-        build_roles(found, meshes_of(placement), role_models(config, found.roles))
+        build_roles(found, meshes_of(placement), role_models(found))
     except UserError as error:
         _say("kernels", f"not tried, since the run cannot begin: {error}")
     else:

@@ -79,10 +79,10 @@ def drawn_again(kept: Mapping[str, Any], config: Config, step: int, start: int) 
       start: step of the checkpoint; 0 for the weights that training starts from.
     """
     with (
-        claimed(config) as config,
+        claimed(config) as found,
         StopSignal(within_s=config.run.stop_within_s) as stop,
     ):
-        run = build_context(config, kind=REINFORCEMENT)
+        run = build_context(found, kind=REINFORCEMENT)
         actor = run.roles.actor(optim=config.optim)
         if start:
             like = with_shardings(actor.shapes, actor.train_shardings)

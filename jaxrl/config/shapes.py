@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -21,7 +21,6 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import places
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
-from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.roles.packing import PackedShape, RowLimits
@@ -127,21 +126,12 @@ def check_sampling_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
 _OF_THE_RUN = ("num_tokens", "lora")
 
 
-def check_weights(config: Config) -> None:
-    """Checks the run's model against the files of its checkpoint and its adapter.
-
-    Raises:
-      UserError: the settings contradict the checkpoint or its adapter, or files are missing or damaged.
-    """
-    model, _ = model_of(config)
-    if config.weights:
-        check_params(config.weights, model)
-    if config.adapter:
-        check_adapter(config.adapter, model)
-
-
-def model_of(config: Config) -> tuple[ModelConfig, str]:
+def model_of(config: Config, read: Callable = read_config) -> tuple[ModelConfig, str]:
     """The run's model, and a description of where its shape comes from.
+
+    Args:
+      config: config of the run.
+      read: reads the model of a folder; `Resolved.model_in` reads it once.
 
     Raises:
       UserError: the settings contradict the checkpoint or its adapter, or there is neither a checkpoint nor a
@@ -158,7 +148,7 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
     if not config.weights:
         return _for_run(config.model, config), "config.model, random weights"
     if is_here(config.weights):
-        model, stored = config.model, read_config(config.weights)
+        model, stored = config.model, read(config.weights)
         # Scores instead of logits make it a scalar model, which the user must ask for explicitly.
         names = [
             name

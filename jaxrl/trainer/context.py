@@ -31,7 +31,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.identity import contents_of
-from jaxrl.trainer.resolved import Resolved, resolve
+from jaxrl.trainer.resolved import Resolved
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import RoleBuilder, RoleModels, check_role_batches, role_models
 from jaxrl.trainer.run_rewards import truth_faults
@@ -99,19 +99,19 @@ class RunContext:
 
 
 def build_context(
-    config: Config, devices: Sequence[Any] | None = None, *, kind: RunKind
+    resolved: Resolved, devices: Sequence[Any] | None = None, *, kind: RunKind
 ) -> RunContext:
     """Finds the data, models and devices of a run, and checks that they fit together.
 
     Args:
-      config: config of the run.
+      resolved: config of the run, with what its names stand for.
       devices: devices to use; None means all.
       kind: kind of run; it determines what the run needs.
 
     Raises:
       UserError: something is missing, broken, or does not fit. All missing things are named in one message.
     """
-    resolved = resolve(config)
+    config = resolved.config
     devices = jax.devices() if devices is None else devices
     found = find_everything(resolved, kind, devices)
     keep_programs_of(found.placement.pools)
@@ -130,7 +130,7 @@ def build_context(
     from_file = config.sft.path or not config.sft.num_steps
     examples = found.demonstrations if from_file else solutions_of(problems.train_records)
     # A stage without sampling has the policy alone, whatever the dataflow declares.
-    models = role_models(config, resolved.roles if kind.rewards else ("actor",))
+    models = role_models(resolved, () if kind.rewards else ("actor",))
     _check_tokens(config, tokenizer, models)
     train = encode(problems.train, config.data, tokenizer) if kind.rewards else ()
     evaluation = encode(problems.evaluation, config.data, tokenizer)

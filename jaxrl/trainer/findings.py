@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import check_weights, tokenizer_directory
+from jaxrl.config.shapes import model_of, tokenizer_directory
 from jaxrl.data.curriculum import load_sampler
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
@@ -23,8 +23,7 @@ from jaxrl.data.problems import ProblemReader
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, take_devices
-from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_loading import check_params
+from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
 from jaxrl.rewards.user import reward_function
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.tracking.run_folder import split_logger
@@ -133,7 +132,7 @@ def find_everything(resolved: Resolved, kind: RunKind, devices: Sequence[Any]) -
     """
     config, faults = resolved.config, Faults()
     placement = faults("devices", lambda: take_devices(resolved.pools, devices))
-    faults("weights", lambda: check_weights(config))
+    faults("weights", lambda: check_weights(resolved))
     directory, tokenizer = tokenizer_directory(config), None
     if directory:
         template = bundled_file(config.tokenizer.chat_template)
@@ -161,12 +160,26 @@ def find_everything(resolved: Resolved, kind: RunKind, devices: Sequence[Any]) -
             faults(f"reward.functions.{name}", functools.partial(reward_function, path))
         if config.data.sampler:
             faults("data.sampler", functools.partial(load_sampler, config.data.sampler))
-        own_tokenizers = _check_roles(config, resolved.roles, faults)
+        own_tokenizers = _check_roles(resolved, faults)
     if kind.pairs:
         pairs = _pairs(config, faults)
     faults.check(has_plan=kind.rewards)
     assert placement is not None, "`check` has raised otherwise"
     return Findings(placement, problems, tokenizer, demonstrations or (), pairs, own_tokenizers)
+
+
+def check_weights(resolved: Resolved) -> None:
+    """Checks the run's model against the files of its checkpoint and its adapter.
+
+    Raises:
+      UserError: the settings contradict the checkpoint or its adapter, or files are missing or damaged.
+    """
+    config = resolved.config
+    model, _ = model_of(config, resolved.model_in)
+    if config.weights:
+        check_params(config.weights, model)
+    if config.adapter:
+        check_adapter(config.adapter, model)
 
 
 def find_packages(config: Config, faults: Faults) -> None:
@@ -186,21 +199,21 @@ def find_packages(config: Config, faults: Faults) -> None:
             )
 
 
-def _check_roles(config: Config, roles: Sequence[str], faults: Faults) -> dict[str, Tokenizer]:
+def _check_roles(resolved: Resolved, faults: Faults) -> dict[str, Tokenizer]:
     """Checks the models of roles with weights of their own; returns their own tokenizers."""
     # Both critics have the same setting, which is checked once.
-    by_setting = {kind.setting: role for role, kind in ROLES.items() if role in roles}
-    tokenizers = {}
-    for setting, role in by_setting.items():
-        if directory := ROLES[role].weights(config):
-            own = faults(setting, functools.partial(_check_role, ROLES[role], directory))
-            if own is not None:
-                tokenizers[role] = own
-    return tokenizers
+    by_setting = {kind.setting: role for role, kind in ROLES.items() if role in resolved.roles}
+    checked = {
+        role: faults(setting, functools.partial(_check_role, resolved, ROLES[role]))
+        for setting, role in by_setting.items()
+        if ROLES[role].weights(resolved.config)
+    }
+    return {role: own for role, own in checked.items() if own is not None}
 
 
-def _check_role(kind: RoleKind, directory: str) -> Tokenizer | None:
-    model = read_config(directory)
+def _check_role(resolved: Resolved, kind: RoleKind) -> Tokenizer | None:
+    directory = kind.weights(resolved.config)
+    model = resolved.model_in(directory)
     tokenizer = kind.check(model, directory)
     check_params(directory, model)
     return tokenizer

@@ -29,6 +29,7 @@ from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.open_settings import is_settled
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
+from jaxrl.trainer.resolved import Resolved, resolve
 from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_files import check_folder, keep_run_files
@@ -113,11 +114,11 @@ def weight_fingerprints(config: Config) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def claimed(config: Config) -> Iterator[Config]:
+def claimed(config: Config) -> Iterator[Resolved]:
     """Locks the folder of a run and watches its processes. Collective.
 
     Yields:
-      The config with the shape of its checkpoint in `model`.
+      What the config stands for, with the shape of its checkpoint in `model`.
 
     Raises:
       UserError: the folder cannot be written or is in use, or holds a run that may not be resumed; or
@@ -133,11 +134,12 @@ def claimed(config: Config) -> Iterator[Config]:
     if is_bucket(config.run.output):
         mirrored = extensions.lookup("run.output in gs:// or s3://")(config)
     with hosts.watched(config.hosts), disk_errors(path), run_lock(path), mirrored:
+        found = resolve(config)
         if config.weights and is_here(config.weights):
             # The shape that is trained, not the default, to compare, record and report the run.
-            config = dataclasses.replace(config, model=model_of(config)[0])
+            config = dataclasses.replace(config, model=model_of(config, found.model_in)[0])
         hosts.on_first(lambda: check_folder(config))
-        yield config
+        yield dataclasses.replace(found, config=config)
 
 
 def train(
@@ -166,13 +168,13 @@ def train(
         )
     stages, kind, _ = training_of(config)
     with (
-        claimed(config) as config,
+        claimed(config) as found,
         StopSignal(within_s=config.run.stop_within_s) as stop,
     ):
         with stop.ends_at_once():
             if config.run.certificate:
-                extensions.lookup("run.certificate")(config)
-            run = build_context(config, devices, kind=kind)
+                extensions.lookup("run.certificate")(found.config)
+            run = build_context(found, devices, kind=kind)
             if run.card and hosts.is_first():
                 print(run.card)
             if kind.rewards and not len(run.evaluation_prompts) and hosts.is_first():

@@ -13,7 +13,8 @@ it. Its message has value, rule and remedy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from jaxrl.algos.covariance import SELECTIONS
 from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
@@ -25,6 +26,7 @@ from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.dataflows.lookup import DATAFLOWS
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, places, read_placement
+from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import (
     BASELINE,
@@ -50,6 +52,7 @@ class Resolved:
       objective: loss of the actor.
       shares_forward: whether the first minibatch takes its old log-probabilities from the forward pass of its
         own update.
+      model_in: gives the model of a folder of weights, which it reads once.
     """
 
     config: Config
@@ -58,6 +61,7 @@ class Resolved:
     estimator: Estimator
     objective: Objective
     shares_forward: bool
+    model_in: Callable = dataclasses.field(default_factory=lambda: functools.cache(read_config))
 
     @property
     def dataflow(self) -> Dataflow:

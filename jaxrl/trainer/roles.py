@@ -25,7 +25,6 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.dataflows.algorithm_config import TrustRegionConfig
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
-from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
@@ -61,7 +60,6 @@ class RoleModels:
       by_role: model of each role; "rollout" has no entry, because it samples with the actor's.
       origin: description of the source of the actor's shape.
       assumed: (role, reason) of each role whose shape is unknown and assumed to be the actor's.
-      stored: model of each role with a checkpoint of its own, as its files have it.
       tokenizer: the policy's tokenizer; `SHAPES_ONLY` in a plan.
       own_tokenizers: tokenizer of each role that has its own; empty in a plan.
     """
@@ -69,7 +67,6 @@ class RoleModels:
     by_role: Mapping[str, ModelConfig]
     origin: str
     assumed: tuple[tuple[str, str], ...] = ()
-    stored: Mapping[str, ModelConfig] = dataclasses.field(default_factory=dict)
     tokenizer: Tokenizer = SHAPES_ONLY
     own_tokenizers: Mapping[str, Tokenizer] = dataclasses.field(default_factory=dict)
 
@@ -94,30 +91,31 @@ class RoleModels:
         return dataclasses.replace(self, by_role=sized, tokenizer=policy, own_tokenizers=own)
 
 
-def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
-    """The models of roles. If the checkpoint of a role is not here, its shape is assumed to be the actor's.
+def role_models(resolved: Resolved, roles: Sequence[str] = ()) -> RoleModels:
+    """The models of roles, or of all. If the checkpoint of one is not here, it is assumed to be the actor's.
 
     Raises:
       UserError: the settings contradict a checkpoint, or the policy has neither a checkpoint nor a shape.
     """
-    actor, origin = model_of(config)
-    found, stored, assumed = {}, {}, []
-    for role in roles:
+    config = resolved.config
+    actor, origin = model_of(config, resolved.model_in)
+    found, assumed = {}, []
+    for role in roles or resolved.roles:
         if role == "rollout":
             continue
         if role == "actor" or role not in ROLES:
             found[role] = actor
             continue
-        directory = ROLES[role].weights(config)
+        directory, stored = ROLES[role].weights(config), None
         if directory and is_here(directory):
-            stored[role] = read_config(directory).for_texts_of(config.longest_sequence)
+            stored = resolved.model_in(directory).for_texts_of(config.longest_sequence)
         elif directory:
             why = (
                 f"counted as large as the actor: {directory} is not here, so its shape is not known"
             )
             assumed.append((role, why))
-        found[role] = ROLES[role].shape(actor, stored.get(role))
-    return RoleModels(found, origin, tuple(assumed), stored)
+        found[role] = ROLES[role].shape(actor, stored)
+    return RoleModels(found, origin, tuple(assumed))
 
 
 Meshes = Mapping[str, Mesh]

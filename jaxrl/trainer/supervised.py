@@ -71,7 +71,7 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
     for name, critic in roles.critics.items():
         if directory:
             # The files of a language model hold no score head.
-            num_scores = run.models.stored[name].num_scores
+            num_scores = run.resolved.model_in(directory).num_scores
             stored = dataclasses.replace(critic.model, num_scores=num_scores)
             where = PackedModel(
                 stored, critic.mesh, train=critic.train, state_rules=critic.state_rules

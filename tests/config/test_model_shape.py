@@ -9,7 +9,7 @@ from model_sizes import sized_model
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config, SftConfig
-from jaxrl.config.shapes import check_weights, model_of, tokenizer_directory
+from jaxrl.config.shapes import model_of, tokenizer_directory
 from jaxrl.data.data_config import DataConfig
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
@@ -19,6 +19,8 @@ from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import model_shapes
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.trainer.findings import check_weights
+from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.roles import role_models
 
 STORED = sized_model(300, 2, 32, 48, 2, 1, 16, rope_theta=5e5, tie_embeddings=False)
@@ -34,9 +36,9 @@ def weights(tmp_path_factory):
 def test_a_directory_of_weights_alone_gives_the_shape(weights):
     config = Config(weights=str(weights))
     assert model_of(config) == (STORED, str(weights))
-    check_weights(config)
+    check_weights(resolve(config))
     tokenizer = types.SimpleNamespace(vocab_size=290)
-    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
+    models = role_models(resolve(config), ("actor",)).with_tokenizers(tokenizer, {})
     assert models.actor == dataclasses.replace(STORED, num_tokens=290)
 
 

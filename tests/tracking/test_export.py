@@ -14,7 +14,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl import cli
 from jaxrl.commands.convert import main as convert
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import check_weights
 from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import take_devices
@@ -30,6 +29,7 @@ from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.run_weights import export_run, newest_weights
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.findings import check_weights
 from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.roles import role_models
 from jaxrl.trainer.supervised import load_or_init
@@ -233,8 +233,8 @@ def test_training_continues_from_an_exported_adapter(tmp_path):
         model=ADAPTED, weights=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")
     )
     tokenizer = types.SimpleNamespace(vocab_size=24, stop_ids=(1,))
-    models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
     resolved = resolve(config)
+    models = role_models(resolved, ("actor",)).with_tokenizers(tokenizer, {})
     run = RunContext(
         resolved,
         models,
@@ -248,6 +248,6 @@ def test_training_continues_from_an_exported_adapter(tmp_path):
 
     other = dataclasses.replace(ADAPTED, lora=LoraConfig(rank=3, targets=("q",)))
     with pytest.raises(UserError, match=r"model\.lora is rank 3, .* has 2, 32.0, q, up"):
-        check_weights(dataclasses.replace(config, model=other))
+        check_weights(resolve(dataclasses.replace(config, model=other)))
     with pytest.raises(ValueError, match=r"set weights and model\.lora\.rank"):
         Config(adapter="somewhere")

@@ -15,9 +15,12 @@ from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
+from jaxrl.models.huggingface import config_json
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer import program
+from jaxrl.trainer.context import build_context
+from jaxrl.trainer.findings import REINFORCEMENT
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -224,3 +227,22 @@ def test_weights_of_the_policy_are_looked_through(run):
     assert "damaged/model.safetensors is cut short" in run(
         weights="damaged", tokenizer__path="damaged", model__num_scores=1
     )
+
+
+def test_a_run_reads_the_model_of_a_folder_once(folder, tmp_path, monkeypatch):
+    """Of the policy and its judge, and of three roles of scores."""
+    monkeypatch.chdir(folder)
+    parse, read = config_json.parse_config, []
+
+    def parse_and_note(values, *, origin):
+        read.append(origin)
+        return parse(values, origin=origin)
+
+    monkeypatch.setattr(config_json, "parse_config", parse_and_note)
+    models = {"weights": "language", "reward__judge__model": "language", "reward__model": "scores"}
+    models |= {"cost__model": "scores", "critic__weights": "scores"}
+    config = make_config(tmp_path, **SAFE, **models, reward__judge__template="{response}")
+    with program.claimed(config) as found:
+        run = build_context(found, jax.devices()[:1], kind=REINFORCEMENT)
+    assert {"critic", "cost_critic", "reward", "cost", "judge"} < {*run.models.by_role}
+    assert sorted(read) == ["language/config.json", "scores/config.json"]

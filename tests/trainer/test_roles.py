@@ -86,7 +86,7 @@ def test_a_plan_has_the_roles_of_the_run():
     # An abstract mesh has no platform. On CPU decoding has no scan over up to 8 layers, and other caches.
     config = config_of("ppo_tiny", **settings, model__num_layers="9")
     resolved = resolve(config)
-    pools, models = resolved.pools, role_models(config, resolved.roles)
+    pools, models = resolved.pools, role_models(resolved)
     real, planned = (
         build_roles(resolved, meshes, models)
         for meshes in (meshes_on(pools, jax.devices()[:4]), abstract_meshes(pools))
@@ -101,7 +101,7 @@ def test_a_plan_has_the_roles_of_the_run():
 
 def test_a_stage_is_built_whole(tmp_path):
     config = config_of("ppo_tiny", run__output=str(tmp_path))
-    run = build_context(config, jax.devices()[:1], kind=REINFORCEMENT)
+    run = build_context(resolve(config), jax.devices()[:1], kind=REINFORCEMENT)
     roles = build_roles(run.resolved, run.meshes, run.models)
     starting = functools.partial(load_or_init, run)
     with contextlib.closing(RlStage(run, roles, NoTimer(), starting)) as stage:
@@ -116,7 +116,7 @@ def test_every_role_of_a_config_has_a_model_and_a_mesh(tmp_path):
         "safe_rlhf_tiny", cost__model="nowhere", reward__judge__model=str(tmp_path / "judge")
     )
     resolved = resolve(config)
-    models = role_models(config, resolved.roles)
+    models = role_models(resolved)
     assert {role for role, _ in models.assumed} == {"cost", "judge"}
     assert set(models.by_role) == set(resolved.roles)
     assert set(resolved.roles) == set(abstract_meshes(resolved.pools))

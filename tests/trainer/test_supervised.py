@@ -29,6 +29,7 @@ from jaxrl.tracking.run_folder import RunConfig
 from jaxrl.trainer import program
 from jaxrl.trainer.context import build_context, supervised_stream
 from jaxrl.trainer.findings import fine_tuning
+from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.run_files import keep_model_files
 
 MODEL = ModelConfig(
@@ -82,7 +83,7 @@ def test_two_steps_from_a_file(tmp_path):
 
 def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    parts = build_context(config, jax.devices()[:1], kind=fine_tuning(config))
+    parts = build_context(resolve(config), jax.devices()[:1], kind=fine_tuning(config))
     stream = supervised_stream(
         parts, parts.demonstrations, examples_per_batch=2, max_tokens=config.train.row_tokens
     )
@@ -111,7 +112,7 @@ def test_the_ends_of_a_model_are_those_of_its_run(tmp_path, generation, stop_ids
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
     read_from = dataclasses.replace(config.tokenizer, path=str(tmp_path / "words"))
     config = dataclasses.replace(config, weights=str(weights), tokenizer=read_from)
-    run = build_context(config, jax.devices()[:1], kind=fine_tuning(config))
+    run = build_context(resolve(config), jax.devices()[:1], kind=fine_tuning(config))
     assert run.tokenizer.stop_ids == stop_ids
     keep_model_files(run)
     assert load_tokenizer(config.run_folder.model).stop_ids == stop_ids

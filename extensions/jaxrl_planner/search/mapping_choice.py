@@ -69,7 +69,7 @@ def search_for(
     here = ("offload_inputs",) if platform != "cpu" else ()
     return search_mapping(
         dataflow,
-        role_models(config, roles).by_role,
+        role_models(known).by_role,
         work,
         cluster,
         assumptions=functools.partial(assumptions_of, config),

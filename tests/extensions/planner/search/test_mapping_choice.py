@@ -128,7 +128,7 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     cluster = Cluster.parse("h100:16x8")
     passes = PassSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
     tasks = {task.role: task for task in found.breakdown.of_stage("training")}
-    models = role_models(config, resolve(config).roles).by_role
+    models = role_models(resolve(config)).by_role
     for role in ("actor", "critic"):
         simulated = passes.training(models[role], found.roles[role].layout)
         assert tasks[role].costs.transient_bytes >= simulated.transient_bytes
