@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 
-from jaxrl.dataflows.free_running import VersionRow
+from jaxrl.dataflows.schedule import VersionRow
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_text
 from jaxrl.mesh import hosts

@@ -15,7 +15,7 @@ from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.experience import Experience
-from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
 from jaxrl.dataflows.preparation import (
     Advantages,
@@ -34,6 +34,7 @@ from jaxrl.dataflows.samplers import (
     Sampler,
     Sampling,
 )
+from jaxrl.dataflows.schedule import SamplingSchedule, VersionRow
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.roles.advantage_estimator import AVERAGE, SUM_PI_SQUARED

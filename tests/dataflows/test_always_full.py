@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from meshes import mesh_of
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, saved
 
-from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling
+from jaxrl.dataflows.schedule import SamplingSchedule
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.replica_groups import replica_groups
