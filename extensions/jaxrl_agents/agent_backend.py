@@ -30,7 +30,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import More, OnGroup, SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.group_loop import FinishedGroup
-from jaxrl.rollout.live_loop import LiveLoop
+from jaxrl.rollout.live_loop import LiveLoop, Order
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, Prompts
@@ -55,7 +55,10 @@ class AgentBackend:
       mesh, dtype, weights_dtype, metrics: see `RolloutBackend`.
       lasting: groups that outlive a call, by number, until they are taken.
       finished: numbers of those of them that have ended.
+      order: order in which requests start; None for that in which they come.
     """
+
+    order: Order | None = None
 
     def __init__(self, inner: OfflineBackend, settings: RolloutConfig, tokenizer: Tokenizer):
         """Starts nothing yet: processes and endpoint come with the first prompts.
@@ -303,6 +306,8 @@ class AgentBackend:
         # Also for equal weights: a batch that reused pages of the one before it would round differently.
         elif self._is_new or version != self._version or not self.lasting:
             self._live.renew(self.inner.params, version)
+        if hosts.is_first():
+            self._live.order = self.order
         self._version, self._is_new = version, False
 
     def _turn(self) -> list[int]:

@@ -128,7 +128,7 @@ def checkpoint_before(run: StoredRun, step: int) -> int:
 
 def _repeats(run: StoredRun) -> bool:
     """Whether the sampler ran free, so that its schedule is needed from the first version of the weights."""
-    return run.folder.rl.schedule.exists()
+    return run.folder.rl.schedule.exists() and not run.config.rollout.agent
 
 
 def _in_its_folder(run: StoredRun) -> Config:
@@ -170,7 +170,7 @@ def replayed_config(
         count, _, kind = run.texts.get(f"{CONTENT}devices", "'0 none'").strip("'").partition(" ")
         if kind == "cpu":
             changes["mesh"] = dataclasses.replace(config.mesh, simulated_devices=int(count))
-    if _repeats(run):
+    if run.folder.rl.schedule.exists():
         # With a schedule an evaluation stays where it was.
         del changes["evaluation"]
         schedule = config.rollout.schedule or str(run.folder)

@@ -12,7 +12,7 @@ version of its weights, and the rollout correction (`roles.losses`) accounts for
 There is one thread. JAX starts the learner's programs and returns. Before the host reads their results, it
 makes dispatches on the sampler's devices until they are there (`FreeRunning.meanwhile`). So an error on
 either side ends the run, and the number of dispatches in each wait is the only decision that depends on the
-clock. It is recorded, and can be repeated (`SamplingSchedule`).
+clock. It is recorded, and can be repeated (`schedule`).
 
 With several processes each of them runs this thread. Their devices are in both pools, or in one
 (`hosts.pools_apart`); for a program on devices of other processes JAX does nothing. They agree on:

@@ -26,6 +26,7 @@ from jaxrl.data.curriculum import CurriculumStream
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.dataflows.schedule import RequestOrder
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.roles.policy import Actor
@@ -141,10 +142,16 @@ class Generation:
 
 @dataclasses.dataclass(eq=False)
 class Sampling:
-    """Samples one generation batch; every response is finished."""
+    """Samples one generation batch; every response is finished.
+
+    Attributes:
+      generation, rewards: how responses are sampled and scored.
+      order: order of the requests of agents; None without agents.
+    """
 
     generation: Generation
     rewards: Rewards
+    order: RequestOrder | None = None
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         batch = next(prompts)
@@ -152,7 +159,11 @@ class Sampling:
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
             # With other prompts a process would dispatch other programs, and all would hang.
             check_same_prompts(batch, self.generation.timer.step)
+            if self.order is not None:
+                self.order.begin(self.generation.timer.step)
             completions = self.generation.generate(batch, beside)
+            if self.order is not None:
+                self.order.end()
             metrics = self.generation.actor.backend.metrics
         return with_metrics(self.rewards(completions, beside), metrics)
 

@@ -26,7 +26,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -113,12 +113,29 @@ class _OpenRequest:
     unfinished: int
 
 
+class Order(Protocol):
+    """Decides which waiting requests start in a dispatch; `dataflows.schedule.RequestOrder` is one."""
+
+    def starting(self, waiting: Sequence[int]) -> Sequence[int] | None:
+        """Seeds of those of them that start, by their seeds; None to wait for others first."""
+        ...
+
+    def note(self, seeds: Sequence[int]) -> None:
+        """Notes a dispatch, in which the requests of these seeds start."""
+        ...
+
+
 class LiveLoop:
     """A decode loop for requests that arrive while it runs.
 
     Methods marked *collective* are called by one thread of every process, in the same order. The others may
     be called by any thread of the first process.
+
+    Attributes:
+      order: which requests start in a dispatch, on the first process; None for all that have arrived.
     """
+
+    order: Order | None = None
 
     def __init__(
         self,
@@ -300,15 +317,20 @@ class LiveLoop:
         """
 
         def taken():
-            cancelled, arrived = self._take(wait_s)
-            return cancelled, [(ticket, _to_plain(request)) for ticket, request in arrived]
+            cancelled, found = self._take(wait_s)
+            plain = [(ticket, _to_plain(request)) for ticket, request in found or ()]
+            return cancelled, None if found is None else plain
 
         # Not as JSON: grammars (`SamplingOptions.edits`) cannot be sent, and one process needs no copy.
         if hosts.num_processes() == 1:
             cancelled, arrived = self._take(wait_s)
         else:
             cancelled, sent = hosts.on_first(taken)
-            arrived = [(ticket, _from_plain(plain)) for ticket, plain in sent]
+            found = [(ticket, _from_plain(plain)) for ticket, plain in sent or ()]
+            arrived = None if sent is None else found
+        if arrived is None:
+            self._drop(cancelled)
+            return False
         new: list[Sample] = []
         # Equal prompts that arrive together share a prefill.
         starts: dict[tuple[int, bool, bytes], Start] = {}
@@ -324,6 +346,8 @@ class LiveLoop:
         self._loop.add(new)
         if not self._in_loop:
             return False
+        if self.order is not None:
+            self.order.note([request.seed for _, request in arrived])
         self._pass_on(self._loop.dispatch())
         return True
 
@@ -383,25 +407,46 @@ class LiveLoop:
         for opened in left.values():
             opened.listener(Stopped("the server has stopped before the answer was complete"))
 
-    def _take(self, wait_s: float) -> tuple[list[int], list[tuple[int, Request]]]:
-        """Waits for something to do. Returns cancelled tickets, and tickets and requests that start now."""
+    def _take(self, wait_s: float) -> tuple[list[int], list[tuple[int, Request]] | None]:
+        """Waits for something to do. Returns cancelled tickets, and tickets and requests that start now.
+
+        None in place of the latter if requests have to come first that are not there yet.
+        """
         with self._changed:
             if not self._in_loop:
                 self._changed.wait_for(
                     lambda: self._waiting or self._cancelled or not self._accepting, wait_s
                 )
             cancelled, self._cancelled = self._cancelled, []
+            tickets = self._startable()
+            if tickets is None:
+                self._changed.wait(wait_s)
+                return cancelled, None
             # Only few samples are queued inside the decode loop, because dropping one searches the queue.
             going_on = sum(sample.owner not in cancelled for sample in self._in_loop)
             room = 2 * self._engine.config.slots - going_on
             taken = []
-            while self._waiting and room > 0:
-                ticket = next(iter(self._waiting))
+            for ticket in tickets:
+                if room <= 0:
+                    break
                 request = self._waiting.pop(ticket)
                 room -= request.options.num_samples
                 self._num_waiting -= request.options.num_samples
                 taken.append((ticket, request))
         return cancelled, taken
+
+    def _startable(self) -> list[int] | None:
+        """Tickets of the waiting requests that may start, in order; None while others have to come first."""
+        if self.order is None:
+            return list(self._waiting)
+        seeds = self.order.starting([request.seed for request in self._waiting.values()])
+        by_seed: dict[int, list[int]] = collections.defaultdict(list)
+        for ticket, request in self._waiting.items():
+            by_seed[request.seed].append(ticket)
+        # By seed, since a request may have been made twice.
+        return (
+            None if seeds is None else [n for seed in dict.fromkeys(seeds) for n in by_seed[seed]]
+        )
 
     def _drop(self, tickets: Collection[int]) -> None:
         """Frees the slots of requests, and forgets their samples."""

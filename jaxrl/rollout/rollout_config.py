@@ -106,9 +106,9 @@ class RolloutConfig(EngineSettings):
     If the role "rollout" has a pool of its own, sampling goes on while the step learns.
     """
     schedule: Annotated[str, PATH] = ""
-    """Folder of a run with `max_staleness` and a pool of its own for sampling; this run repeats its
-    recorded schedule. It must have the same settings, and gets the same samples and metrics. ""
-    goes by the clock.
+    """Folder of a run with `max_staleness` and a pool of its own for sampling, or of one with an agent
+    and without `max_staleness`; this run repeats its recorded schedule. It must have the same settings,
+    and gets the same samples and metrics. "" goes by the clock.
     """
     driver: Annotated[str, PATH] = "offline"
     """Backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra
@@ -129,10 +129,10 @@ class RolloutConfig(EngineSettings):
                 "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
                 "on_shortage to error"
             )
-        if self.agent and self.schedule:
+        if self.agent and self.schedule and self.max_staleness:
             raise ValueError(
-                f"schedule {self.schedule!r} repeats the dispatches of a run, and when agent {self.agent!r} "
-                "asks depends on the clock; leave schedule out"
+                f"schedule {self.schedule!r} repeats steps that end with their agents, and those of agent "
+                f"{self.agent!r} outlive a step (max_staleness); leave schedule out"
             )
         if roles := self.agent_roles:
             self._check_roles(roles)
@@ -216,7 +216,7 @@ class RolloutConfig(EngineSettings):
                 "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in "
                 "`placement`, or set rollout.max_staleness=0"
             )
-        if self.schedule and not runs_free:
+        if self.schedule and not runs_free and not self.agent:
             raise UserError(
                 f"rollout.schedule {self.schedule!r} repeats a run that samples while it learns, and this "
                 "run does not; leave rollout.schedule out, or set rollout.max_staleness and give the role "

@@ -1,4 +1,4 @@
-"""Writes and reads the schedule of a free-running sampler: schedule.jsonl in the folder of its stage."""
+"""Writes and reads the schedule of a free-running sampler or of agents: a stage's schedule.jsonl."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ScheduleFile:
         self._file: AppendedFile | None = None
 
     def write(self, row: VersionRow) -> None:
-        """Appends a row; only the first process writes."""
-        if not hosts.is_first():
+        """Appends a row; only the first process writes, and nothing in a loop of one's own (`open_run`)."""
+        if not hosts.is_first() or not self._path.parent.exists():
             return
         if self._file is None:
             # A resumed run repeats versions after its checkpoint, so their rows go.
@@ -79,10 +79,11 @@ def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, Version
         try:
             fields = json.loads(line)
             drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
+            asked = tuple((int(at), tuple(map(int, n))) for at, n in fields.pop("asked", ()))
             members = tuple(int(g) for g in fields.pop("members"))
             if sorted(groups := set(members)) != [*range(len(groups))]:
                 raise ValueError(f"members {[*members]} leave a group out")
-            row = VersionRow(drawn=drawn, members=members, **fields)
+            row = VersionRow(drawn=drawn, members=members, asked=asked, **fields)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}:{number}: not a row of a schedule ({error}); restore the file from a copy"

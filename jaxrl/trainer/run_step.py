@@ -34,7 +34,7 @@ from jaxrl.dataflows.samplers import (
     Sampler,
     Sampling,
 )
-from jaxrl.dataflows.schedule import SamplingSchedule, VersionRow
+from jaxrl.dataflows.schedule import RequestOrder, SamplingSchedule, VersionRow
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.roles.advantage_estimator import AVERAGE, SUM_PI_SQUARED
@@ -91,7 +91,11 @@ class RunSampling:
         elif options.partial:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
-            groups = Sampling(self.generation, rewards)
+            groups = sampling = Sampling(self.generation, rewards)
+            if options.agent:
+                agents: Any = actor.backend
+                order = RequestOrder(self._schedule_file.write, recorded)
+                agents.order = sampling.order = order
         # Both inside dynamic sampling, which drops groups and adds the counts of a step's batches up.
         self.sampler: Sampler
         if isinstance(prompts, CurriculumStream):

@@ -19,7 +19,10 @@ from test_multiprocess import run as run_processes
 from tiny_runs import SETTINGS, problems_in
 
 import jaxrl
-from jaxrl.tracking.metrics import read_metrics
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
+from jaxrl.tracking.metrics import read_metrics, without_timings
+from jaxrl.trainer import program
 
 MORE = {
     "name": "tiny",
@@ -90,6 +93,24 @@ def test_trainer_and_sampler_agree_on_turns_and_branches(one):
     tokens = sum(x.mask.sum() for b in range(len(done)) for x in conversations(done, b))
     # The agents have counted what they were given.
     assert metrics["train/num_trained_tokens"] == tokens == sum(done.of_agents.score_B)
+
+
+def test_a_recorded_run_is_repeated_to_the_bit_whenever_its_agents_ask(tmp_path):
+    """Their naps differ, and with them which requests share a batch, which rounds differently."""
+    more = {"run.num_steps": 2, "run.rollouts_every": 1, **ONE}
+    made = []
+    for name, schedule in (("first", ""), ("again", str(tmp_path / "runs" / "first" / "seed0"))):
+        changes = {"name": name, "rollout.schedule": schedule}
+        settings = settings_of(tmp_path, {"kind": "talk"}, **more, **changes)
+        config = load_config(Config, str(write_recipe_file(tmp_path, settings)), {})
+        assert program.train(config) == 0
+        made.append(config.run_folder)
+    files = [[folder.rl.schedule, *sorted(folder.rollouts.path.iterdir())] for folder in made]
+    contents = [[path.read_text() for path in paths] for paths in files]
+    assert contents[0] == contents[1] and len(files[0]) == 3
+    first, again = (read_metrics(folder.rl.metrics) for folder in made)
+    assert [*map(without_timings, first)] == [*map(without_timings, again)]
+    assert len(json.loads(contents[0][0].splitlines()[1])["asked"]) > 3
 
 
 LEARNED = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean")
