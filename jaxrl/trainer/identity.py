@@ -150,8 +150,10 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """How two runs differ, one text for each setting; empty if they are the same run.
 
     Args:
-      before, now: texts of all settings and contents by name, from `run_settings`.
+      before, now: texts of settings and contents by name, from `run_settings`. A setting that did not exist
+        before had its default.
     """
+    before = {name: text for name, text in _defaults().items() if name in now} | {**before}
     found = []
     for name in dict.fromkeys([*now, *before]):
         if name.startswith(CONTENT) or _is_free(name) or _same(name, before, now):
@@ -159,6 +161,11 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         old, new = (_cut(texts.get(name, "none")) for texts in (before, now))
         found.append(f"{name}: {old} -> {new}" if old != new else f"{name} {new} has other content")
     return found
+
+
+@functools.cache
+def _defaults() -> dict[str, str]:
+    return parse_config(format_config(Config()))
 
 
 def listed(changed: list[str]) -> str:

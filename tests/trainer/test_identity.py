@@ -7,7 +7,7 @@ import pytest
 from jaxrl.config.command_line import load_config, load_recipe
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.trainer.identity import contents_of, run_settings
+from jaxrl.trainer.identity import check_sft_stage, contents_of, run_settings, sft_settings
 from jaxrl.trainer.run_files import check_folder
 
 REWARDS = "import its_lengths\n\ndef f(responses):\n    return its_lengths.of(responses)\n"
@@ -169,13 +169,11 @@ def test_a_folder_that_is_moved_holds_the_same_run(here):
     check_folder(made(run__output="elsewhere/runs"))
 
 
-def test_a_run_without_a_setting_of_this_one_is_another(here):
+def test_a_run_with_a_setting_that_is_gone_is_another(here):
     config = made()
-    lines = run_settings(config, {}).replace("evaluation.top_p = 1.0\n", "optim.gone = 3\n")
     config.run_folder.path.mkdir(parents=True)
-    config.run_folder.config.write_text(lines)
-    told = r"evaluation\.top_p: none -> 1\.0.*optim\.gone: 3 -> none"
-    with pytest.raises(UserError, match=told):
+    config.run_folder.config.write_text(run_settings(config, {}) + "optim.gone = 3\n")
+    with pytest.raises(UserError, match=r"settings \(optim\.gone: 3 -> none\);"):
         check_folder(config)
     check_folder(made(run__resume="accept_other_settings"))
 
@@ -208,3 +206,17 @@ def test_a_long_value_is_cut(here):
     with pytest.raises(UserError) as caught:
         check_folder(made(data__template="{prompt}" + "x" * 5000))
     assert len(str(caught.value)) < 1000
+
+
+def test_a_setting_that_did_not_exist_had_its_default(here):
+    """Runs and SFT stages that an earlier version of jaxrl has begun go on."""
+    begin(config := made())
+    path = config.run_folder.config
+    absent = ("critic.trunk_coef", "model.value_head", "rollout.agent_roles")
+    kept = [line for line in path.read_text().splitlines() if not line.startswith(absent)]
+    path.write_text("\n".join(kept) + "\n")
+    check_folder(config)
+    before = {k: x for k, x in sft_settings(config, {}).items() if k != "model.value_head"}
+    check_sft_stage(config, before, {})
+    with pytest.raises(UserError, match=r"critic\.trunk_coef: 0\.0 -> 0\.5"):
+        check_folder(made(critic__trunk_coef=0.5))
