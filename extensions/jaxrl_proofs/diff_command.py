@@ -68,7 +68,7 @@ def changed(*texts: Mapping[str, str]) -> Iterator[str]:
         f"{name}: {old} -> {new}"
         for name in texts[1]
         if not name.startswith((CONTENT, *ignored))
-        and (old := texts[0].get(name, "none")) != (new := texts[1][name])
+        and (old := texts[0].get(name, new := texts[1][name])) != new
     ]
     of_the_run = [line for line in differences(*texts) if not line.startswith("name:")]
     for line in of_the_run:
