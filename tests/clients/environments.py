@@ -33,6 +33,8 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
     # Needs Python 3.12.0 or older.
     "gem": [["gem-llm==0.1.0", "openai==3.54.0"]],
     "openenv": [["openenv==0.10.0", "openai==3.54.0"]],
+    # A harness; with what the sandbox for hidden tests needs.
+    "mini_swe_agent": [["mini-swe-agent==2.4.6", "openai==3.54.0", "pyseccomp==0.1.2"]],
     # Of the serving endpoint; transformers for its tokenizer.
     "lm_eval": [["lm-eval[api]==0.4.13", "transformers==5.24.0", "torch==2.13.0"]],
     # Clients of buckets, and servers for them. The project's own code runs there, too.

@@ -1,6 +1,6 @@
 """Plays games of another package at the same time against an endpoint, in the environment of the package.
 
-python play_games.py ADAPTER URL KEY=SEED KEY=SEED ..      prints the scores as JSON, in this order
+python play_games.py ADAPTER URL KEY=SEED KEY=SEED={..} ..      prints the scores as JSON, in this order
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import sys
 
 import openai
 
+from jaxrl.user_code import load_agent
 from jaxrl_agents.environments import environment_agent, user_message
 from jaxrl_agents.worker import Problem
 
@@ -66,12 +67,17 @@ def verifiers():
     return verifiers_agent(taskset={"id": "vf_guess"}, agent=agent)
 
 
+def repairs():
+    return load_agent("shared/repairs.py:agent")
+
+
 async def main(adapter, url, *sessions):
-    play = verifiers() if adapter == "verifiers" else environment_agent(globals()[adapter])
+    play = globals()[adapter]
+    play = play() if adapter in ("verifiers", "repairs") else environment_agent(play)
 
     async def score(session):
         key, seed, *more = session.split("=", 2)
-        extra = {"url": more[0]} if more else {"task": int(seed) - 1}
+        extra = json.loads(more[0]) if more else {"task": int(seed) - 1}
         problem = Problem("What is 3 + 4?", "7", "test", extra, int(seed), 0)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
             return await play(client, problem)

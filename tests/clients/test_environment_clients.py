@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import subprocess
 import time
 import urllib.error
@@ -23,6 +24,7 @@ from scripted_driver import serving_sessions
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
 SEEDS = (7, 8)
 
 
@@ -74,7 +76,7 @@ def endpoint(policy, num_sessions, most_turns=12):
 
 
 def run(*command, cwd, **environment):
-    path = {"PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(HERE)))}
+    path = {"PYTHONPATH": os.pathsep.join((f"{ROOT}", f"{ROOT / 'extensions'}", f"{HERE}"))}
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -93,10 +95,11 @@ def messages_of(session, *, whole=True):
 
     `whole` is false where a request was refused, which was encoded, too.
     """
-    (branch,), counts = session.conversation.branches(), session.conversation.counts
+    (conversation,) = session.conversations.values()
+    (branch,), counts = conversation.branches(), conversation.counts
     assert branch.mask.sum() == counts.sampled
     assert not whole or counts.encoded + counts.sampled == len(branch.tokens)
-    answered = [turn.path("parent") for turn in session.conversation._turns if turn.answer]
+    answered = [turn.path("parent") for turn in conversation._turns if turn.answer]
     return [
         text
         for turn in max(answered, key=len)
@@ -148,7 +151,7 @@ def test_openenv_of_a_class_and_of_a_server(served):
         url = f"http://127.0.0.1:{port}"
         with started([app], cwd=HERE):
             wait_for(f"{url}/health")
-            scores, games = play("openenv_server", "openenv", policy, extra=f"={url}")
+            scores, games = play("openenv_server", "openenv", policy, extra=f'={{"url": "{url}"}}')
     else:
         scores, games = play("openenv_class", "openenv", policy)
     lengths = [guesses_of(seed, 20) for seed in SEEDS]
@@ -183,6 +186,24 @@ def test_the_command_of_verifiers_as_an_agent(tmp_path):
     assert messages_of(session)[1::2] == ["10", "5", "2", "1"]
     (traces,) = tmp_path.rglob("traces.jsonl")
     assert '"score":1.0' in traces.read_text().replace(" ", "")
+
+
+def test_mini_swe_agent_repairs_a_program():
+    """It runs the policy's commands in its sandbox, which has the program alone, until the policy submits."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("needs bwrap")
+    program = "def f(a, b):\n    return a - b\n"
+    task = {"task": f"{program}f(9, 2) == 11", "program": program, "hidden": [[12, 3, 15]]}
+    edit = "```sh\nsed -i 's|-|+|' f.py; ls -A . / /tmp; touch /usr/x || echo refused\n```"
+    says = [edit, "```sh\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"]
+    scores, games = play(
+        "repairs",
+        "mini_swe_agent",
+        lambda said: says[said.count("assistant\n")],
+        extra=f"={json.dumps(task)}",
+    )
+    assert scores == [1.0, 1.0]
+    print(games)
 
 
 def wait_for(url):
