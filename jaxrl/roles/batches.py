@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ def pack_completions(
 ) -> tuple[TrainBatch, Packing]:
     """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
-    Further conversations of agents go to the minibatch of their sample. There are at most as many of them as
+    Further conversations of agents go to the minibatch of their sample. It has at most as many of them as
     samples; of more, those with the fewest trained tokens are left out. The shape must have room for them.
 
     Args:
@@ -49,7 +50,7 @@ def pack_completions(
         have weight 0.
       own_R: see `Packing`.
     """
-    rows = _rows_of(completions, trained_B)
+    rows = _rows_of(completions, trained_B, shape.minibatches)
     plan = functools.partial(
         plan_packing,
         rows.lengths,
@@ -72,7 +73,7 @@ def pack_completions(
     if completions.fetch is not None:
         # The quantile is one of all entropies.
         completions = completions.with_rows(packing.own_B | (top_entropy < 1))
-        rows = _rows_of(completions, trained_B)
+        rows = _rows_of(completions, trained_B, shape.minibatches)
     batch = _packed(packing, rows.tokens, rows.logprob, rows.mask, rows.number)
     if completions.routes:
         # -1 on padding, and on the last token of each sequence, which was never run through the model. The
@@ -115,7 +116,7 @@ class _Rows:
     mask: Sequence[np.ndarray]
 
 
-def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
+def _rows_of(completions: Completions, trained_B: np.ndarray | None, minibatches: int) -> _Rows:
     B, group_B = len(completions), completions.prompt_index_B
     prompts = [completions.prompts.tokens[n] for n in group_B]
     # (sample, its number among those of the sample from 1, branch)
@@ -123,10 +124,11 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
     if completions.of_agents is not None:
         branches = completions.of_agents.branches
         further = [(b, j, x) for b, some in enumerate(branches) for j, x in enumerate(some, 1)]
-        # A shape has room for as many as there are samples; those with the most trained tokens are worth the
-        # most.
+        # A minibatch has room for as many as samples; those with the most trained tokens are worth the most.
         further.sort(key=lambda item: -item[2].mask.sum())
-        further = sorted(further[: len(branches)], key=lambda item: item[:2])
+        most = B // minibatches
+        parts = [[x for x in further if x[0] // most == u][:most] for u in range(minibatches)]
+        further = sorted(itertools.chain(*parts), key=lambda item: item[:2])
     sample = np.array([*range(B), *(b for b, _, _ in further)])
     mask = [*completions.mask, *(branch.mask for _, _, branch in further)]
     if trained_B is not None:

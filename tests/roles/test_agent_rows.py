@@ -92,6 +92,19 @@ def test_more_branches_than_samples_lose_those_with_the_fewest_tokens():
     assert numbers.tolist() == [0, 1, 4, 6]
 
 
+def test_one_update_packs_as_many_branches_as_it_has_samples():
+    """Its shape has no more room, whatever the other update leaves."""
+    rows = [row(([5], 1))] * 4
+    further = [row(([2] * (4 - n), 0), ([6] * n, 1)) for n in (1, 3, 2)]
+    completions = talk(prompts_of([2, 3, 4], [2]), rows, [further, [], [], further[:1]])
+    # Two updates of two samples and two branches, of up to 4 tokens each.
+    shape = RowLimits(rows=1, tokens=4, longest=4).shape(8, minibatches=2)
+    batch, _ = pack_completions(completions, shape)
+    numbers = np.unique(np.asarray(batch.sequence)[np.asarray(batch.segment_ids) > 0])
+    # Numbers 0 + 2 * 4 and 0 + 3 * 4 have 3 and 2 sampled tokens; 3 + 1 * 4 is of the other update.
+    assert numbers.tolist() == [0, 1, 2, 3, 7, 8, 12]
+
+
 def test_a_failed_agent_counts_in_no_baseline():
     rows = [row(([5], 1)), row(([5], 1)), row()]
     completions = talk(prompts_of([2]), rows, [[], [], []], failed=[False, False, True])
