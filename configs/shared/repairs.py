@@ -27,9 +27,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import importlib
 import os
 import random
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,17 +47,18 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 STEPS = 3
 
 # What the harness says. Its own templates are long, and made for large models.
-SYSTEM, REFUSED = "Repair f.py.", "Give one command."
+SYSTEM = "Repair f.py."
 _AGENT = {
     "system_template": SYSTEM,
     "instance_template": "{{task}}",
     "step_limit": STEPS,
+    # An answer without a command ends it.
+    "max_consecutive_format_errors": 1,
     "wall_time_limit_seconds": 300,
 }
 _MODEL = {
     "model_name": "openai/policy",
     "action_regex": r"```sh\n(.*?)\n```",
-    "format_error_template": REFUSED,
     "observation_template": "{{output.output[:40]}}exit {{output.returncode}}",
     "cost_tracking": "ignore_errors",
 }
@@ -65,32 +66,12 @@ _MODEL = {
 # bwrap is started by prlimit: seconds of processor time, bytes of memory and of a file, for each process.
 _ENVIRONMENT = {
     "executable": "prlimit",
-    "wrapper_args": [
-        *("--cpu=2", "--as=268435456", "--fsize=65536", "--core=0", "--nofile=64", "bwrap"),
-        *(
-            "--unshare-all",
-            "--unshare-user",
-            "--uid",
-            "65534",
-            "--gid",
-            "65534",
-            "--cap-drop",
-            "ALL",
-        ),
-        *("--die-with-parent", "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin"),
-        *(
-            "--ro-bind",
-            "/usr",
-            "/usr",
-            "--symlink",
-            "usr/bin",
-            "/bin",
-            "--symlink",
-            "usr/lib",
-            "/lib",
-        ),
-        *("--symlink", "usr/lib64", "/lib64", "--dev-bind", "/dev/null", "/dev/null"),
-    ],
+    "wrapper_args": shlex.split(
+        "--cpu=2 --as=268435456 --fsize=65536 --core=0 --nofile=64 bwrap --unshare-all --unshare-user "
+        "--uid 65534 --gid 65534 --cap-drop ALL --die-with-parent --new-session --clearenv --setenv PATH "
+        "/usr/bin:/bin --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib "
+        "--symlink usr/lib64 /lib64 --dev-bind /dev/null /dev/null"
+    ),
     "timeout": 5,
 }
 _LIMITS = SandboxLimits(seconds=1.0, memory_bytes=1 << 28)
@@ -167,16 +148,16 @@ def mini_swe_agent() -> tuple[Any, Any]:
     os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")
     # No look on the network for what models cost.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    for module in (
-        "agents.default",
-        "environments.extra.bubblewrap",
-        "models.litellm_textbased_model",
-    ):
-        package(f"minisweagent.{module}", "mini-swe-agent>=2.4,<3")
-    litellm = importlib.import_module("litellm")
+    names = (
+        "",
+        ".agents.default",
+        ".environments.extra.bubblewrap",
+        ".models.litellm_textbased_model",
+    )
+    mini, *_ = (package(f"minisweagent{name}", "mini-swe-agent>=2.4,<3") for name in names)
+    litellm = package("litellm", "mini-swe-agent>=2.4,<3")
     # It prints hints on models that it has no price for.
     litellm.suppress_debug_info = True
-    mini = importlib.import_module("minisweagent")
     # It takes a sandbox that is not there for a command that has failed.
     sandbox = mini.environments.extra.bubblewrap.BubblewrapEnvironment(**_ENVIRONMENT)
     if (said := sandbox.execute({"command": "echo ready"}))["output"] != "ready\n":

@@ -70,6 +70,14 @@ def test_a_small_model_learns_to_add_and_to_check(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+def test_a_small_model_learns_to_repair_by_another_projects_harness(tmp_path):
+    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+    _, right = trained("repair_tiny", "val-core/repairs/acc/mean@4", tmp_path)
+    assert right[0] < 0.45 and right[-1] > right[0] + 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_smollm2_learns_to_use_a_calculator(tmp_path):
     if not (pathlib.Path.home() / ".cache/jaxrl/models" / FETCHED).exists():
         pytest.skip("needs SmolLM2-135M-Instruct; jaxrl fetch makes it")

@@ -66,27 +66,23 @@ def test_hidden_tests_decide(source, passes):
     assert part("passes")(source, [[9, 2, 11], [12, 3, 15]]) is passes
 
 
-def test_mini_swe_agent_is_trained_on_all_that_the_policy_said():
-    """It forgets an answer without a command, which is then a branch of its own."""
+@pytest.mark.parametrize(
+    "says, score", [("```sh\nsed -i 's|-|+|' f.py\n```", 1.0), ("I would add.", 0.0)]
+)
+def test_mini_swe_agent_repairs_a_program_or_ends(says, score):
     pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
     if shutil.which("bwrap") is None or shutil.which("prlimit") is None:
         pytest.skip("needs bwrap and prlimit")
     tokenizer = chat_tokenizer()
-    says = {
-        "exit 0": "```sh\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```",
-        "Give one command.": "```sh\nsed -i 's|-|+|' f.py\n```",
-        "f(9, 2) == 11": "I would add.",
-    }
 
     def say(prompt):
-        text = tokenizer.decode(prompt)
-        return tokenizer.encode(next(says[x] for x in says if x in text) + "<|im_end|>")
+        submits = "exit 0" in tokenizer.decode(prompt)
+        said = "```sh\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```" if submits else says
+        return tokenizer.encode(f"{said}<|im_end|>")
 
-    task = {"program": (program := "def f(a, b):\n    return a - b\n"), "hidden": [[12, 3, 15]]}
-    task["task"] = f"{program}f(9, 2) == 11"
+    program = "def f(a, b):\n    return a - b\n"
+    task = {"task": f"{program}f(9, 2) == 11", "program": program, "hidden": [[12, 3, 15]]}
     served = serving_sessions(tokenizer, say, most_turns=6, model="policy")
     with served as (url, (session,), _):
-        assert part("repair")(*part("mini_swe_agent")(), task, f"{url}/v1", session.key) == 1.0
-    (conversation,) = session.conversations.values()
-    sampled = [branch.mask.sum() for branch in conversation.branches()]
-    assert len(sampled) == 2 and sum(sampled) == conversation.counts.sampled
+        assert part("repair")(*part("mini_swe_agent")(), task, f"{url}/v1", session.key) == score
+    assert len(session.turns) == 1 + score
