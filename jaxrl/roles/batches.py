@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -122,13 +121,12 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None, minibatches
     # (sample, its number among those of the sample from 1, branch)
     further: list[tuple[int, int, Branch]] = []
     if completions.of_agents is not None:
-        branches = completions.of_agents.branches
+        most, branches = B // minibatches, completions.of_agents.branches
         further = [(b, j, x) for b, some in enumerate(branches) for j, x in enumerate(some, 1)]
         # A minibatch has room for as many as samples; those with the most trained tokens are worth the most.
         further.sort(key=lambda item: -item[2].mask.sum())
-        most = B // minibatches
-        parts = [[x for x in further if x[0] // most == u][:most] for u in range(minibatches)]
-        further = sorted(itertools.chain(*parts), key=lambda item: item[:2])
+        parts = ([x for x in further if x[0] // most == u][:most] for u in range(minibatches))
+        further = sorted((x for some in parts for x in some), key=lambda item: item[:2])
     sample = np.array([*range(B), *(b for b, _, _ in further)])
     mask = [*completions.mask, *(branch.mask for _, _, branch in further)]
     if trained_B is not None:
