@@ -132,7 +132,7 @@ def make(index: int, rng: np.random.Generator, *, held_out: bool = False) -> dic
 
 
 async def agent(client: Any, problem: Any) -> float:
-    """Runs mini-swe-agent on a task: 1 if the hidden tests pass afterwards."""
+    """Runs mini-swe-agent on a task: 1 if the policy submits a program that passes the hidden tests."""
     # Here, because imports in several threads at once may find half of a module.
     modules = mini_swe_agent()
     run = functools.partial(repair, *modules, problem.extra, str(client.base_url), client.api_key)
@@ -169,15 +169,18 @@ def mini_swe_agent() -> tuple[Any, Any]:
 
 
 def repair(mini: Any, litellm: Any, task: Mapping[str, Any], url: str, key: str) -> float:
-    """Has mini-swe-agent repair a program; runs the hidden tests on what it has left."""
+    """Has mini-swe-agent repair a program; runs the hidden tests on what was submitted."""
     workspace = mini.environments.extra.bubblewrap.BubblewrapEnvironment(**_ENVIRONMENT)
     (workspace.working_dir / "f.py").write_text(task["program"])
     policy = mini.models.litellm_textbased_model.LitellmTextbasedModel(
         model_kwargs={"api_base": url, "api_key": key}, **_MODEL
     )
-    # No room for another turn: what it has left counts.
+    ended = {}
+    # No room for another turn.
     with contextlib.suppress(litellm.ContextWindowExceededError):
-        mini.agents.default.DefaultAgent(policy, workspace, **_AGENT).run(task["task"])
+        ended = mini.agents.default.DefaultAgent(policy, workspace, **_AGENT).run(task["task"])
+    if ended.get("exit_status") != "Submitted":
+        return 0.0
     # Read in the sandbox: the model may have put a link in its place.
     left = ""
     with contextlib.suppress(mini.exceptions.Submitted):
