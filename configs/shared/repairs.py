@@ -74,7 +74,7 @@ _ENVIRONMENT = {
     ),
     "timeout": 5,
 }
-_LIMITS = SandboxLimits(seconds=1.0, memory_bytes=1 << 28)
+_LIMITS = SandboxLimits(seconds=2.0, memory_bytes=1 << 28)
 
 
 def program(operator: str) -> str:
@@ -134,10 +134,15 @@ def make(index: int, rng: np.random.Generator, *, held_out: bool = False) -> dic
 async def agent(client: Any, problem: Any) -> float:
     """Runs mini-swe-agent on a task: 1 if the policy submits a program that passes the hidden tests."""
     # Here, because imports in several threads at once may find half of a module.
-    modules = mini_swe_agent()
-    run = functools.partial(repair, *modules, problem.extra, str(client.base_url), client.api_key)
+    mini, litellm = mini_swe_agent()
+    task, url = problem.extra, str(client.base_url)
+    loop = asyncio.get_running_loop()
     # A thread for each: most of them wait for the policy.
-    return await asyncio.get_running_loop().run_in_executor(_threads(), run)
+    left = await loop.run_in_executor(
+        _threads(512), repair, mini, litellm, task, url, client.api_key
+    )
+    # One at a time: a sandbox limits the time on the clock, too.
+    return float(await loop.run_in_executor(_threads(1), passes, left, task["hidden"]))
 
 
 @functools.cache
@@ -168,8 +173,8 @@ def mini_swe_agent() -> tuple[Any, Any]:
     return mini, litellm
 
 
-def repair(mini: Any, litellm: Any, task: Mapping[str, Any], url: str, key: str) -> float:
-    """Has mini-swe-agent repair a program; runs the hidden tests on what was submitted."""
+def repair(mini: Any, litellm: Any, task: Mapping[str, Any], url: str, key: str) -> str:
+    """Has mini-swe-agent repair a program; returns what was submitted, "" for nothing."""
     workspace = mini.environments.extra.bubblewrap.BubblewrapEnvironment(**_ENVIRONMENT)
     (workspace.working_dir / "f.py").write_text(task["program"])
     policy = mini.models.litellm_textbased_model.LitellmTextbasedModel(
@@ -180,18 +185,18 @@ def repair(mini: Any, litellm: Any, task: Mapping[str, Any], url: str, key: str)
     with contextlib.suppress(litellm.ContextWindowExceededError):
         ended = mini.agents.default.DefaultAgent(policy, workspace, **_AGENT).run(task["task"])
     if ended.get("exit_status") != "Submitted":
-        return 0.0
+        return ""
     # Read in the sandbox: the model may have put a link in its place.
     left = ""
     with contextlib.suppress(mini.exceptions.Submitted):
         left = workspace.execute({"command": "head -c 1000 f.py"})["output"]
-    return float(passes(left, task["hidden"]))
+    return left
 
 
 def passes(source: str, tests: Sequence[Sequence[int]]) -> bool:
     """Whether a program's f(a, b) returns what the tests say, in a sandbox that does not know it."""
     calls = [list(test[:2]) for test in tests]
-    return _returned(source, str(calls)) == [test[2] for test in tests]
+    return bool(source) and _returned(source, str(calls)) == [test[2] for test in tests]
 
 
 @functools.lru_cache(4096)
@@ -209,8 +214,8 @@ def _sandbox():
 
 
 @functools.cache
-def _threads() -> concurrent.futures.Executor:
-    return concurrent.futures.ThreadPoolExecutor(512)
+def _threads(count: int) -> concurrent.futures.Executor:
+    return concurrent.futures.ThreadPoolExecutor(count)
 
 
 def _said(*turns: tuple[str, str]) -> list[dict[str, str]]:

@@ -67,9 +67,13 @@ def test_hidden_tests_decide(source, passes):
 
 
 @pytest.mark.parametrize(
-    "says, score", [("```sh\nsed -i 's|-|+|' f.py\n```", 1.0), ("I would add.", 0.0)]
+    "says, left",
+    [
+        ("```sh\nsed -i 's|-|+|' f.py\n```", "def f(a, b):\n    return a + b\n"),
+        ("I would add.", ""),
+    ],
 )
-def test_mini_swe_agent_repairs_a_program_or_ends(says, score):
+def test_mini_swe_agent_repairs_a_program_or_ends(says, left):
     pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
     if shutil.which("bwrap") is None or shutil.which("prlimit") is None:
         pytest.skip("needs bwrap and prlimit")
@@ -84,5 +88,6 @@ def test_mini_swe_agent_repairs_a_program_or_ends(says, score):
     task = {"task": f"{program}f(9, 2) == 11", "program": program, "hidden": [[12, 3, 15]]}
     served = serving_sessions(tokenizer, say, most_turns=6, model="policy")
     with served as (url, (session,), _):
-        assert part("repair")(*part("mini_swe_agent")(), task, f"{url}/v1", session.key) == score
-    assert len(session.turns) == 1 + score
+        modules = part("mini_swe_agent")()
+        assert part("repair")(*modules, task, f"{url}/v1", session.key) == left
+    assert len(session.turns) == (2 if left else 1)
