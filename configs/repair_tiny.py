@@ -30,7 +30,8 @@ def get_config():
     config.train.row_tokens = 256
     config.sft.num_steps = 400
     config.sft.examples_per_step = 24
-    config.optim.lr = 6e-4
+    config.algorithm.updates_per_step = 2
+    config.optim.lr = 3e-4
     config.evaluation.num_samples = 4
     config.run.num_steps = 30
     return config
