@@ -4,7 +4,9 @@
     python launch/train.py --config configs/repair_tiny.py
 
 The model repairs a line of a program by a command, and submits it (configs/shared/repairs.py). Its commands
-run in bubblewrap, which has to work here. Hardware: any two cores, 2 GB of memory, no accelerator.
+run in bubblewrap, which has to work here. Hardware: any two cores, 3 GB of memory, no accelerator; about
+twelve minutes of one core's time. Score to expect: held-out repairs (avg@4, temperature 1) from 29 to 34%
+after SFT to 65 to 68%, three seeds (docs/harnesses.md).
 """
 
 import pathlib
@@ -30,6 +32,7 @@ def get_config():
     config.train.row_tokens = 256
     config.sft.num_steps = 400
     config.sft.examples_per_step = 24
+    # With four updates at twice the rate the form of a command was forgotten within ten steps.
     config.algorithm.updates_per_step = 2
     config.optim.lr = 3e-4
     config.evaluation.num_samples = 4
