@@ -67,13 +67,9 @@ def test_hidden_tests_decide(source, passes):
 
 
 @pytest.mark.parametrize(
-    "says, left",
-    [
-        ("```sh\nsed -i 's|-|+|' f.py\n```", "def f(a, b):\n    return a + b\n"),
-        ("I would add.", ""),
-    ],
+    "says, new", [("```sh\nsed -i 's|-|+|' f.py\n```", "+"), ("I would add.", "")]
 )
-def test_mini_swe_agent_repairs_a_program_or_ends(says, left):
+def test_mini_swe_agent_repairs_a_program_or_ends(says, new):
     pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
     if shutil.which("bwrap") is None or shutil.which("prlimit") is None:
         pytest.skip("needs bwrap and prlimit")
@@ -88,6 +84,6 @@ def test_mini_swe_agent_repairs_a_program_or_ends(says, left):
     task = {"task": f"{program}f(9, 2) == 11", "program": program, "hidden": [[12, 3, 15]]}
     served = serving_sessions(tokenizer, say, most_turns=6, model="policy")
     with served as (url, (session,), _):
-        modules = part("mini_swe_agent")()
-        assert part("repair")(*modules, task, f"{url}/v1", session.key) == left
-    assert len(session.turns) == (2 if left else 1)
+        left = part("repair")(*part("mini_swe_agent")(), task, f"{url}/v1", session.key)
+    assert left == (program.replace("-", new) if new else "")
+    assert len(session.turns) == (2 if new else 1)
