@@ -183,8 +183,8 @@ def model_of(config: Config, read: Callable = read_config) -> tuple[ModelConfig,
 
 def _for_run(model: ModelConfig, config: Config) -> ModelConfig:
     """The model for texts as long as those of a run: some rotate by other factors, or refuse them."""
-    if config.sft.path:
-        # A conversation of a file may fill a whole row.
+    if config.sft.num_steps:
+        # Its examples may fill a whole row.
         model.check_texts_of(config.row_tokens)
     return model.for_texts_of(config.longest_sequence)
 

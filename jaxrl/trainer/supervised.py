@@ -188,9 +188,8 @@ class SupervisedStage(ExamplesStage):
     def __init__(self, run: RunContext, actor: Actor, timer: StepTimer):
         """Raises UserError if there are no examples to learn from."""
         self._actor = actor
-        # A conversation of a file may fill a whole row.
-        longest = run.config.row_tokens if run.config.sft.path else run.config.longest_sequence
-        self._limits = row_limits(run.config, longest=longest)
+        # An example may fill a whole row, also beyond the limit of sampled answers.
+        self._limits = row_limits(run.config, longest=run.config.row_tokens)
         stream = supervised_stream(
             run,
             run.demonstrations,
