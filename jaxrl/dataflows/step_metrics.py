@@ -53,6 +53,7 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         **_spread("num_turns", 2 + answered + resumed),
         **_spread("tool_call_counts", answered),
         **_mean("response_length/overlong_ratio", groups.shaping_B[counts_B] < 0),
+        **_mean("train/mixed_groups", groups.differ_N(groups.correct_B)),
         **groups.left_out,
         **_agent_metrics(completions),
     }

@@ -117,6 +117,8 @@ def test_a_sample_without_a_score_counts_nowhere(make_scored):
     assert stats.accuracy == pytest.approx(4 / 5) and stats.all_correct == 1 / 2
     assert stats.metrics()["reward/abstained"] == 3
     assert groups.completions.prompts.ids_N.tolist() == [5]
+    # Prompt 15 has right answers alone.
+    assert batch_metrics(scored, max_prompt_tokens=9)["train/mixed_groups"] == 1 / 2
     metrics = batch_metrics(groups, max_prompt_tokens=9)
     assert metrics["critic/score/mean"] == 0.5 and metrics["reward/abstained"] == 2
     # Lengths are 1 + (3 * 5 + g) % 5.
