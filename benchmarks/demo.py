@@ -1,8 +1,8 @@
-"""The demos' promises, measured, and DAPO's Table 1 in miniature on the task of the first one.
+"""The demos' promises, measured, and DAPO's Table 1 in miniature on a task of long answers.
 
     python benchmarks/demo.py --cores 0,1 --record DATE-demo.md --figure docs/images/demo.svg
     python benchmarks/demo.py --part demo-lm --seeds 0 1 2
-    python benchmarks/demo.py --part techniques --steps 30 --figure docs/images/ablations.svg
+    python benchmarks/demo.py --part techniques --seeds 0 1 2 3 4 --figure docs/images/ablations.svg
     python benchmarks/demo.py --part sampling --steps 30
 
     demo, demo-lm   the two make targets: minutes, processor time, memory, accuracy, entropy, by seed
@@ -10,14 +10,16 @@
     sampling        batches to their end, slots kept full, and free running
 
 Each seed is one run of `launch/train.py` in a process of its own, timed from outside; one that --output holds
-already is not run again. Run it on a quiet machine; on a busy one processor time is the fair figure. All
-runs of a seed of the last two parts begin with the SFT stage of `dapo_tiny` of that seed.
+already is not run again, so several calls may share the seeds out. Run it on a quiet machine; on a busy one
+processor time is the fair figure. All runs of a seed of the last two parts begin with one SFT stage, that of
+`long_answers_tiny` or of `dapo_tiny`. Intervals are of 95%, by Student's t over the seeds.
 """
 
 import argparse
 import csv
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
@@ -28,6 +30,7 @@ import time
 
 import matplotlib
 import matplotlib.pyplot as plt
+from scipy.stats import t as student
 
 from jaxrl.tracking.metrics import read_metrics
 
@@ -39,6 +42,10 @@ Settings = dict[str, object]
 DEMOS = {
     "demo": ("dapo_tiny", "val-core/chain_sum/acc/mean@8"),
     "demo-lm": ("grpo_smollm2", "val-core/word_problems/acc/mean@2"),
+}
+COMPARED = {
+    "techniques": ("long_answers_tiny", "val-core/repeated_sums/acc/mean@4"),
+    "sampling": DEMOS["demo"],
 }
 # Each row keeps what the rows before it set.
 TECHNIQUES: dict[str, Settings] = {
@@ -53,10 +60,18 @@ TECHNIQUES: dict[str, Settings] = {
     # It takes the place of filtering, as in the paper's final recipe.
     "+ soft overlong punishment": {
         "reward.mask_truncated": False,
-        "reward.overlong_buffer_tokens": 16,
+        "reward.overlong_buffer_tokens": 48,
     },
     "+ token-level loss": {"algorithm.aggregation": "token-mean"},
     "+ dynamic sampling (DAPO)": {"algorithm.dataflow": "dapo"},
+}
+# What each technique is for, with the factor that a table shows it by.
+QUANTITIES = {
+    "response_length/clip_ratio": ("cut off, %", 100),
+    "actor/entropy": ("entropy, nats", 1),
+    "useful_groups": ("useful groups, %", 100),
+    "actor/pg_clipfrac_high": ("clipped above, ‰", 1000),
+    "actor/pg_clipfrac_low": ("below, ‰", 1000),
 }
 CORRECTED: Settings = {"algorithm.correction.weights": "token"}
 SAMPLING: dict[str, Settings] = {
@@ -111,7 +126,16 @@ def run(recipe: str, name: str, seed: int, settings: Settings, args) -> pathlib.
 
 
 def rows_of(folder: pathlib.Path) -> Rows:
-    return read_metrics(folder / "rl" / "metrics.jsonl")
+    """The metrics of a run; `useful_groups` is the share of sampled groups with right and wrong answers."""
+    rows = read_metrics(folder / "rl" / "metrics.jsonl")
+    for row in rows:
+        equal = [row.get(f"training/filter_groups/all_{kind}") for kind in ("correct", "wrong")]
+        if None not in equal:
+            # Dynamic sampling, which trains on useful ones alone.
+            row["useful_groups"] = 1 - sum(equal)
+        elif "train/mixed_groups" in row:
+            row["useful_groups"] = row["train/mixed_groups"]
+    return rows
 
 
 def figures(accuracy: str, folder: pathlib.Path) -> dict[str, float]:
@@ -177,12 +201,51 @@ def table_of_rows(accuracy: str, logs: dict[str, list[Rows]]) -> str:
     return "\n".join(lines)
 
 
+def table_of_techniques(accuracy: str, logs: dict[str, list[Rows]]) -> str:
+    """Markdown: a row for each technique, with intervals over seeds and what each technique is for."""
+    heads = ["", "held-out accuracy, %", "to the row before, points", "by seed"]
+    heads += [title for title, _ in QUANTITIES.values()]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    naive = next(iter(logs.values()))
+    before = None
+    for name, seeds in {"warm start": naive, **logs}.items():
+        # The warm start is the first evaluation and the first step, before any update.
+        at, over = (0, slice(1)) if before is None else (-1, slice(-10, None))
+        after = [100 * curve(rows, accuracy)[1][at] for rows in seeds]
+        gained = (
+            with_interval([a - b for a, b in zip(after, before, strict=True)]) if before else ""
+        )
+        cells = [name, with_interval(after), gained, ", ".join(f"{value:.1f}" for value in after)]
+        for key, (_, factor) in QUANTITIES.items():
+            means = [statistics.mean(curve(rows, key)[1][over]) for rows in seeds]
+            cells.append(f"{factor * statistics.mean(means):.3g}")
+        lines.append(f"| {' | '.join(cells)} |")
+        before = after
+    return "\n".join(lines)
+
+
+def with_interval(values: list[float]) -> str:
+    """The mean with half its 95% interval; one value has none."""
+    mean, n = statistics.mean(values), len(values)
+    if n == 1:
+        return f"{mean:.1f}"
+    half = student.ppf(0.975, n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return f"{mean:.1f} ± {half:.1f}"
+
+
 def _percent(values: list[float]) -> str:
     return ", ".join(f"{100 * value:.1f}" for value in values)
 
 
-def panels_of(accuracy: str) -> dict[str, str]:
+def panels_of(part: str, accuracy: str) -> dict[str, str]:
     """Metrics that are drawn, with their titles."""
+    if part == "techniques":
+        return {
+            accuracy: "held-out accuracy",
+            "response_length/clip_ratio": "share cut off",
+            "actor/entropy": "entropy, nats per token",
+            "useful_groups": "share of useful groups",
+        }
     return {
         accuracy: f"held-out accuracy, avg@{accuracy.rpartition('@')[2]}",
         "critic/score/mean": "training score, -1 to 1",
@@ -227,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=(*DEMOS, "techniques", "sampling"), default="demo")
+    parser.add_argument("--part", choices=(*DEMOS, *COMPARED), default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=0, help="steps of a run; 0 is the recipe's")
     parser.add_argument("--output", default="runs/benchmark")
@@ -237,8 +300,8 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, help="CSV file to write the curves to")
     args = parser.parse_args()
     matplotlib.use("svg")
-    recipe, accuracy = DEMOS.get(args.part, DEMOS["demo"])
-    panels = panels_of(accuracy)
+    recipe, accuracy = (DEMOS | COMPARED)[args.part]
+    panels = panels_of(args.part, accuracy)
     if args.part in DEMOS:
         folders = {seed: run(recipe, recipe, seed, {}, args) for seed in args.seeds}
         logs = {f"seed {seed}": [rows_of(folder)] for seed, folder in folders.items()}
@@ -251,7 +314,8 @@ def main() -> None:
             ]
             for i, (name, row) in enumerate(compared(args.part).items())
         }
-        text = table_of_rows(accuracy, logs)
+        table = table_of_techniques if args.part == "techniques" else table_of_rows
+        text = table(accuracy, logs)
     print(text)
     if args.figure:
         draw(panels, logs, args.figure)
