@@ -57,13 +57,13 @@ def get_config():
     config.train.rows = 3
     config.train.row_tokens = 384
 
-    config.optim.lr = 3e-4
+    config.optim.lr = 1.5e-4
     config.optim.lr_warmup_steps = 5
     config.optim.betas = (0.9, 0.98)
     config.optim.weight_decay = 0.01
 
     config.evaluation.every = 10
     config.evaluation.num_samples = 4
-    config.run.num_steps = 60
-    config.run.save_every = 60
+    config.run.num_steps = 40
+    config.run.save_every = 40
     return config.lock()
