@@ -60,7 +60,7 @@ TECHNIQUES: dict[str, Settings] = {
     # It takes the place of filtering, as in the paper's final recipe.
     "+ soft overlong punishment": {
         "reward.mask_truncated": False,
-        "reward.overlong_buffer_tokens": 48,
+        "reward.overlong_buffer_tokens": 24,
     },
     "+ token-level loss": {"algorithm.aggregation": "token-mean"},
     "+ dynamic sampling (DAPO)": {"algorithm.dataflow": "dapo"},

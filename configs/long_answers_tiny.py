@@ -32,9 +32,9 @@ def get_config():
     config.model.head_dim = 16
 
     # Solutions beyond the limit of answers are learnt too, up to a row: answers are cut off in their middle.
-    config.sft.num_steps = 1400
+    config.sft.num_steps = 800
     config.sft.examples_per_step = 12
-    config.sft.save_every = 700
+    config.sft.save_every = 400
     config.sft.optim.kind = "muon"
     config.sft.optim.lr = 4e-3
     config.sft.optim.lr_warmup_steps = 20
@@ -48,8 +48,8 @@ def get_config():
     config.rollout.generation_prompts = 16
     config.rollout.max_generation_batches = 20
     config.rollout.max_response_tokens = 192
-    # Soft overlong punishment: from 145 tokens on, fully at 192.
-    config.reward.overlong_buffer_tokens = 48
+    # Soft overlong punishment: from 169 tokens on, fully at 192.
+    config.reward.overlong_buffer_tokens = 24
     # Clip-higher.
     config.algorithm.loss_options.clip_low = 0.2
     config.algorithm.loss_options.clip_high = 0.28
@@ -57,13 +57,13 @@ def get_config():
     config.train.rows = 3
     config.train.row_tokens = 384
 
-    config.optim.lr = 1.5e-4
+    config.optim.lr = 2e-4
     config.optim.lr_warmup_steps = 5
     config.optim.betas = (0.9, 0.98)
     config.optim.weight_decay = 0.01
 
     config.evaluation.every = 10
     config.evaluation.num_samples = 4
-    config.run.num_steps = 40
-    config.run.save_every = 40
+    config.run.num_steps = 30
+    config.run.save_every = 30
     return config.lock()

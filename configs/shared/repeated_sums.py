@@ -1,36 +1,36 @@
-"""Generates sums of one term taken many times, with solutions by long steps, by short steps and by none.
+"""Generates sums of one term taken many times, with checked steps, plain steps or none: long answers.
 
     data.train.path = "shared/repeated_sums.py:make"
 
-    Start at 37 and add 7, 3 times:     1: 37+7=44      1:44 2:51 3:58      Answer: 58
-                                        2: 44+7=51      Answer: 58
-                                        3: 51+7=58
-                                        Answer: 58
+    Start at 37 and add 7, 3 times:     1: 37+7=44, 7+37=44      1: 37+7=44      Answer: 58
+                                        2: 44+7=51, 7+44=51      2: 44+7=51
+                                        3: 51+7=58, 7+51=58      3: 51+7=58
+                                        Answer: 58               Answer: 58
 
-Nothing in these solutions is wrong. But no small model multiplies, so a bare answer is right after a step or
-two alone; and long steps take two to three times the tokens of short ones, so that a limit cuts them where
-short ones still fit. Short steps are rare.
+Nothing in these solutions is wrong. But a small model does not multiply, so without steps it is right after a
+step or two alone; and checked steps take twice the tokens, so that a limit cuts them where plain ones still
+fit. Plain steps are rare: reinforcement learning has to find them before it has settled on the others.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 
-# Shares of the solutions with long steps, and with none; the rest has short ones.
-LONG, BARE = 0.65, 0.25
-# Of the kinds of problems: share, range of the number of steps, and of start and term.
-KINDS = ((0.3, (1, 2), (1, 9)), (0.5, (4, 16), (1, 9)), (0.2, (18, 22), (11, 99)))
+# Shares of the solutions with checked steps, and with none; the rest has plain ones.
+CHECKED, BARE = 0.72, 0.2
+# Share of the problems with few, some and many steps, and how many those are.
+KINDS = ((0.3, (1, 2)), (0.4, (4, 8)), (0.3, (11, 15)))
 
 
 def make(index: int, rng: np.random.Generator) -> dict[str, str]:
     """The problem, its answer and a solution."""
     del index
     choose = random.Random(int(rng.integers(2**63)))
-    _, steps, terms = choose.choices(KINDS, [share for share, *_ in KINDS])[0]
-    times = choose.randint(*steps)
-    start, term = (choose.randint(*terms) for _ in range(2))
+    _, steps = choose.choices(KINDS, [share for share, _ in KINDS])[0]
+    start, term, times = choose.randint(1, 9), choose.randint(1, 9), choose.randint(*steps)
     return {
         "problem": f"Start at {start} and add {term}, {times} times:",
         "answer": str(start + times * term),
@@ -40,10 +40,13 @@ def make(index: int, rng: np.random.Generator) -> dict[str, str]:
 
 def _solve(start: int, term: int, times: int, style: float) -> str:
     totals = [start + k * term for k in range(times + 1)]
-    if style < LONG:
-        steps = "".join(f"{k}: {totals[k - 1]}+{term}={totals[k]}\n" for k in range(1, times + 1))
-    elif style < LONG + BARE:
-        steps = ""
-    else:
-        steps = " ".join(f"{k}:{totals[k]}" for k in range(1, times + 1)) + "\n"
+    sums = [f"{a}+{term}={b}" for a, b in itertools.pairwise(totals)]
+    if style < CHECKED:
+        sums = [
+            f"{s}, {term}+{a}={b}"
+            for s, (a, b) in zip(sums, itertools.pairwise(totals), strict=True)
+        ]
+    elif style < CHECKED + BARE:
+        sums = []
+    steps = "".join(f"{k}: {line}\n" for k, line in enumerate(sums, 1))
     return f"{steps}Answer: {totals[-1]}"
