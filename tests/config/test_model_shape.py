@@ -64,10 +64,10 @@ def test_texts_that_a_model_would_attend_to_sparsely_are_refused():
     config = Config(model=model, data=lengths[0], rollout=lengths[1])
     assert model_of(config)[0] == model
     longer = dataclasses.replace(config, data=DataConfig(max_prompt_tokens=1025))
-    from_file = dataclasses.replace(
-        config, sft=SftConfig(path="x.jsonl"), train=TrainConfig(row_tokens=4096)
+    with_sft = dataclasses.replace(
+        config, sft=SftConfig(num_steps=1), train=TrainConfig(row_tokens=4096)
     )
-    for config, tokens in ((longer, 2049), (from_file, 4096)):
+    for config, tokens in ((longer, 2049), (with_sft, 4096)):
         with pytest.raises(UserError, match=f"up to {tokens} tokens, .* exceed index_topk 2048"):
             model_of(config)
 
