@@ -263,10 +263,11 @@ def draw(panels: dict[str, str], logs: dict[str, list[Rows]], path: pathlib.Path
             curves = [curve(rows, key) for rows in seeds]
             for steps, values in curves:
                 axis.plot(steps, values, color=f"C{i}", lw=0.6, alpha=0.25)
-            means = [
-                statistics.mean(values) for values in zip(*(c[1] for c in curves), strict=True)
-            ]
-            axis.plot(curves[0][0], means, color=f"C{i}", lw=1.8, label=name)
+            # A step without a useful group has no update, and no entropy.
+            values_at = [dict(zip(*c, strict=True)) for c in curves]
+            shared = [step for step in curves[0][0] if all(step in at for at in values_at)]
+            means = [statistics.mean(at[step] for at in values_at) for step in shared]
+            axis.plot(shared, means, color=f"C{i}", lw=1.8, label=name)
         floor = -1.0 if key == "critic/score/mean" else 0.0
         axis.set(title=title, xlabel="step", ylim=(floor, None))
         axis.spines[["top", "right"]].set_visible(False)
