@@ -4,8 +4,8 @@
     python benchmarks/demo.py --part techniques     # naive GRPO on it, and one technique after the other
 
 Hardware: any CPU core, 2 GB of memory, no accelerator. configs/shared/repeated_sums.py has the problems.
-Score to expect: held-out accuracy (avg@4, temperature 1) from 53% after SFT to 65 to 72%; docs/algorithms.md has
-the table.
+Score to expect: held-out accuracy (avg@4, temperature 1) from 53% after SFT to 65 to 72%; the table of
+techniques is in docs/algorithms.md.
 """
 
 from jaxrl.config.config_tree import to_config_dict
