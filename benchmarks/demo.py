@@ -129,10 +129,10 @@ def rows_of(folder: pathlib.Path) -> Rows:
     """The metrics of a run; `useful_groups` is the share of sampled groups with right and wrong answers."""
     rows = read_metrics(folder / "rl" / "metrics.jsonl")
     for row in rows:
-        equal = [row.get(f"training/filter_groups/all_{kind}") for kind in ("correct", "wrong")]
-        if None not in equal:
+        groups = "training/filter_groups"
+        if f"{groups}/all_correct" in row:
             # Dynamic sampling, which trains on useful ones alone.
-            row["useful_groups"] = 1 - sum(equal)
+            row["useful_groups"] = 1 - row[f"{groups}/all_correct"] - row[f"{groups}/all_wrong"]
         elif "train/mixed_groups" in row:
             row["useful_groups"] = row["train/mixed_groups"]
     return rows
