@@ -18,10 +18,8 @@ def test_every_solution_is_right_in_each_style():
         totals = [start + k * term for k in range(times + 1)]
         work, _, answer = row["solution"].rpartition("Answer: ")
         assert int(answer) == int(row["answer"]) == totals[-1]
-        steps = [
-            tuple(map(int, re.findall(r"\d+", step))) for step in re.split("[ \n](?=\\d+:)", work)
-        ]
-        long = [(k, totals[k - 1], term, totals[k]) for k in range(1, times + 1)]
-        short = [(k, totals[k]) for k in range(1, times + 1)]
-        styles[[long, short, [()]].index(steps)] += 1
+        steps = [tuple(map(int, re.findall(r"\d+", line))) for line in work.splitlines()]
+        plain = [(k, totals[k - 1], term, totals[k]) for k in range(1, times + 1)]
+        checked = [(k, a, b, c, b, a, c) for k, a, b, c in plain]
+        styles[[checked, plain, []].index(steps)] += 1
     assert styles[0] > styles[2] > styles[1] > 0
