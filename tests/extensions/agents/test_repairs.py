@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from chats import chat_tokenizer
+from extras import import_extra
 from scripted_driver import serving_sessions
 
 from jaxrl.user_code import load_function
@@ -70,7 +71,7 @@ def test_hidden_tests_decide(source, passes):
     "says, new", [("```sh\nsed -i 's|-|+|' f.py\n```", "+"), ("I would add.", "")]
 )
 def test_mini_swe_agent_repairs_a_program_or_ends(says, new):
-    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+    import_extra("mini-swe-agent", "minisweagent")
     if shutil.which("bwrap") is None or shutil.which("prlimit") is None:
         pytest.skip("needs bwrap and prlimit")
     tokenizer = chat_tokenizer()
