@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from extras import import_extra
 
 from jaxrl.hub.hub_names import FETCHED
 from jaxrl.user_code import load_function
@@ -71,7 +72,7 @@ def test_a_small_model_learns_to_add_and_to_check(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_small_model_learns_to_repair_by_another_projects_harness(tmp_path):
-    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+    import_extra("mini-swe-agent", "minisweagent")
     _, right = trained("repair_tiny", "val-core/repairs/acc/mean@4", tmp_path)
     assert right[0] < 0.45 and right[-1] > right[0] + 0.3
 
