@@ -150,6 +150,9 @@ def replayed_config(
     """The config that makes the steps up to `step` again, below `out`."""
     config = _in_its_folder(run)
     every = config.evaluation.every
+    # An evaluation changes no weights, and that of the step itself is in its row. Beside a sampler that runs
+    # free it stays where it was.
+    evaluates = _repeats(run) or (every > 0 and step % every == 0)
     changes: dict[str, Any] = {
         "run": dataclasses.replace(
             config.run,
@@ -160,10 +163,7 @@ def replayed_config(
             loggers=(),
             resume="accept_other_settings",
         ),
-        # An evaluation changes no weights; that of the step itself is in its row.
-        "evaluation": dataclasses.replace(
-            config.evaluation, every=every if every > 0 and step % every == 0 else 0
-        ),
+        "evaluation": dataclasses.replace(config.evaluation, every=every if evaluates else 0),
     }
     if config.hosts.num_processes > 1:
         changes["hosts"] = HostsConfig()
@@ -171,8 +171,6 @@ def replayed_config(
         if kind == "cpu":
             changes["mesh"] = dataclasses.replace(config.mesh, simulated_devices=int(count))
     if run.folder.rl.schedule.exists():
-        # With a schedule an evaluation stays where it was.
-        del changes["evaluation"]
         schedule = config.rollout.schedule or str(run.folder)
         changes["rollout"] = dataclasses.replace(config.rollout, schedule=schedule)
     config = dataclasses.replace(config, **changes)

@@ -126,7 +126,9 @@ def check_sampling_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
 _OF_THE_RUN = ("num_tokens", "lora")
 
 
-def model_of(config: Config, read: Callable = read_config) -> tuple[ModelConfig, str]:
+def model_of(
+    config: Config, read: Callable[[str], ModelConfig] = read_config
+) -> tuple[ModelConfig, str]:
     """The run's model, and a description of where its shape comes from.
 
     Args:

@@ -13,9 +13,11 @@ from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import AppendedFile, write_atomically
 from jaxrl.tracking.run_folder import CONTENT, RunFolder, parse_config
 
-# Settings that may differ between a recorded run and one that repeats it.
+# Settings that may differ between a recorded run and one that repeats it, and further ones with agents: what
+# they ask follows from tokens, whatever devices draw these, and an evaluation is not recorded.
 _FREE = ("name", "rollout.schedule", "mesh.simulated_devices")
 _FREE_GROUPS = (CONTENT, "run.", "hosts.")
+_FREE_WITH_AGENTS = ("mesh.", "placement", "evaluation.")
 
 
 class ScheduleFile:
@@ -57,12 +59,11 @@ def read_schedule(folder: RunFolder, config_text: str) -> dict[int, VersionRow]:
     rows = _rows(path, absent=absent)
     recorded = parse_config(read_text(folder.config, absent=absent))
     now = parse_config(config_text)
+    free = _FREE_GROUPS + (() if now["rollout.agent"] == "''" else _FREE_WITH_AGENTS)
     changed = [
         f"{name}: {recorded.get(name)} -> {now.get(name)}"
         for name in sorted(recorded.keys() | now.keys())
-        if recorded.get(name) != now.get(name)
-        and name not in _FREE
-        and not name.startswith(_FREE_GROUPS)
+        if recorded.get(name) != now.get(name) and name not in _FREE and not name.startswith(free)
     ]
     if changed:
         raise UserError(
@@ -74,8 +75,9 @@ def read_schedule(folder: RunFolder, config_text: str) -> dict[int, VersionRow]:
 
 def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, VersionRow]:
     rows = {}
-    content = read_bytes(path, absent=absent)
-    for number, line in enumerate(content.splitlines(), start=1):
+    # A killed run may leave the beginning of a row, of a step that it had not finished.
+    whole, _, _ = read_bytes(path, absent=absent).rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             fields = json.loads(line)
             drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))

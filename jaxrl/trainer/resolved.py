@@ -27,6 +27,7 @@ from jaxrl.dataflows.lookup import DATAFLOWS
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, places, read_placement
 from jaxrl.models.huggingface.config_json import read_config
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import (
     BASELINE,
@@ -61,7 +62,9 @@ class Resolved:
     estimator: Estimator
     objective: Objective
     shares_forward: bool
-    model_in: Callable = dataclasses.field(default_factory=lambda: functools.cache(read_config))
+    model_in: Callable[[str], ModelConfig] = dataclasses.field(
+        default_factory=lambda: functools.cache(read_config)
+    )
 
     @property
     def dataflow(self) -> Dataflow:

@@ -194,7 +194,9 @@ def test_mini_swe_agent_repairs_a_program():
         pytest.skip("needs bwrap")
     program = "def f(a, b):\n    return a - b\n"
     task = {"task": f"{program}f(9, 2) == 11", "program": program, "hidden": [[12, 3, 15]]}
-    edit = "```sh\nsed -i 's|-|+|' f.py; ls -A . / /tmp; touch /usr/x || echo refused\n```"
+    # An observation has 40 characters of the output.
+    looks = "ls -A; ls /home 2>&- || echo alone; touch /usr/x 2>&- || echo refused"
+    edit = f"```sh\nsed -i 's|-|+|' f.py; {looks}\n```"
     says = [edit, "```sh\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"]
     scores, games = play(
         "repairs",
@@ -203,7 +205,7 @@ def test_mini_swe_agent_repairs_a_program():
         extra=f"={json.dumps(task)}",
     )
     assert scores == [1.0, 1.0]
-    print(games)
+    assert [game[-2] for game in games] == ["f.py\nalone\nrefused\nexit 0"] * 2
 
 
 def wait_for(url):

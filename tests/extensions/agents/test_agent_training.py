@@ -135,6 +135,20 @@ def test_two_processes_sample_and_learn_the_same(one, tmp_path):
         assert_close(row[name], one[0][name], rtol=1e-5, scale=1, err_msg=name)
 
 
+@pytest.mark.long
+def test_two_processes_repeat_what_two_have_recorded(tmp_path):
+    """The first process has the agents, and both hold a dispatch until their requests are there."""
+    made = []
+    for name, schedule in (("first", ""), ("again", str(tmp_path / "runs" / "first" / "seed0"))):
+        changes = {"name": name, "rollout.schedule": schedule, "mesh.train": "1-2-2"}
+        recipe = write_recipe_file(tmp_path, settings_of(tmp_path, {"kind": "talk"}, **changes))
+        run_processes([recipe, recipe])
+        rl = tmp_path / "runs" / name / "seed0" / "rl"
+        rows = [*map(without_timings, read_metrics(rl / "metrics.jsonl"))]
+        made.append((rows, (rl / "schedule.jsonl").read_text()))
+    assert made[0] == made[1] and json.loads(made[0][1])["asked"]
+
+
 @pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_a_step_goes_on_to_the_same_rows(tmp_path):
     """The program, its workers and its agents; kill -9 leaves none of them."""
