@@ -338,10 +338,10 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 30_625,
+    "lines of code of jaxrl/": 30_630,
     "files of jaxrl/": 235,
     "lines of code of its largest package": 5_960,
-    "lines of code that trainer/ imports, itself included": 28_110,
+    "lines of code that trainer/ imports, itself included": 28_115,
     "files that trainer/ imports, itself included": 203,
     "settings": 205,
     "functions per 1,000 lines of code": 89,
@@ -361,7 +361,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 52_600,
+    "lines of code of tests": 52_650,
 }
 MIN_COMMENT_PERCENT = 4.0
 
