@@ -2,7 +2,7 @@
 
     python benchmarks/demo.py --cores 0,1 --record DATE-demo.md --figure docs/images/demo.svg
     python benchmarks/demo.py --part demo-lm --seeds 0 1 2
-    python benchmarks/demo.py --part techniques --seeds 0 1 2 --figure docs/images/ablations.svg
+    python benchmarks/demo.py --part techniques --seeds 0 1 2 3 4 --figure docs/images/ablations.svg
     python benchmarks/demo.py --part sampling --steps 30
 
     demo, demo-lm   the two make targets: minutes, processor time, memory, accuracy, entropy, by seed
