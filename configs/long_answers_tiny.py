@@ -4,7 +4,7 @@
     python benchmarks/demo.py --part techniques     # naive GRPO on it, and one technique after the other
 
 Hardware: any CPU core, 2 GB of memory, no accelerator. configs/shared/repeated_sums.py has the problems.
-Score to expect: held-out accuracy (avg@4, temperature 1) from 53% after SFT to 65 to 72%; the table of
+Score to expect: held-out accuracy (avg@4, temperature 1) from 46 to 57% after SFT to 65 to 73%; the table of
 techniques is in docs/algorithms.md.
 """
 
