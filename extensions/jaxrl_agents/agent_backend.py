@@ -44,8 +44,6 @@ _LOG = logging.getLogger(__name__)
 
 # Longest wait in a turn of the loop without requests: sessions end without one, too.
 _LOOK_EVERY_S = 0.05
-# Agents wait for tools besides slots, so slots do not limit their number.
-_PLACES = 1 << 30
 
 
 class AgentBackend:
@@ -166,15 +164,15 @@ class AgentBackend:
         """
         self.keep(unfinished, options)
         self.lasting |= {n: self._groups[n] for n in self._open(prompts, options)}
-        taken: list[AgentGroup] = []
+        taken: list[Completions] = []
         enough = False
         while not enough and self.advance(options, more):
-            for group in self.take_finished():
-                taken.append(group)
-                enough |= on_group is not None and bool(on_group(group.whole))
+            for completions in (x for group in self.take_finished() for x in group.completions):
+                taken.append(completions)
+                enough |= on_group is not None and bool(on_group(completions))
         self.metrics = self.take_metrics()
         return Rollout(
-            Completions.concatenate([group.whole for group in taken]),
+            Completions.concatenate(taken),
             tuple(range(len(taken))),
             self.unfinished(options),
         )
@@ -205,7 +203,8 @@ class AgentBackend:
                 continue
             assert unfinished is not None, "there are wanted ones"
             n, saved = next(self._numbers), unfinished.take([i])
-            group = restored_group(n, saved, options, self._model, self._settings.history)
+            history, roles = self._settings.history, self._roles
+            group = restored_group(n, saved, options, self._model, history, roles)
             self._groups[n] = self.lasting[n] = group
             self._unopened += group.sessions.values()
             # All of its samples had ended before the restart.
@@ -215,10 +214,12 @@ class AgentBackend:
     def advance(self, options: SamplingOptions, more: More | None) -> bool:
         """Draws prompts, and decodes once unless groups have finished; returns whether there is any group."""
         self._renew(options.step)
-        if more is not None:
-            groups = self.lasting.values()
-            unfinished = hosts.on_first(lambda: sum(g.num_samples - len(g.talks) for g in groups))
-            opened = self._open(more(_PLACES, unfinished), options)
+        # Agents wait for tools besides slots, so slots do not limit their number. One problem at a time,
+        # since each has samples of every role.
+        opened: list[int] | None = None
+        while more is not None and opened != []:
+            unfinished = len(self._roles) * hosts.on_first(self._num_unfinished)
+            opened = self._open(more(options.num_samples, unfinished), options)
             self.lasting |= {n: self._groups[n] for n in opened}
         if self.lasting and not self.finished:
             self._turn()
@@ -287,6 +288,10 @@ class AgentBackend:
         return tally.metrics()
 
     # The loop
+
+    def _num_unfinished(self) -> int:
+        """The number of sessions that are not over, of groups that outlive a call."""
+        return sum(group.num_samples - len(group.talks) for group in self.lasting.values())
 
     def _open(self, prompts: Prompts, options: SamplingOptions) -> list[int]:
         """Makes a group for each prompt, whose sessions open with the next turn; returns their numbers."""

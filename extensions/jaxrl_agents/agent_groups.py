@@ -84,9 +84,9 @@ class AgentGroup:
             sample, asked = Sample(0, g, self.step), []
             sample.finished = g in self.talks
             if sample.finished:
-                (talk,) = self.talks[g]
-                parts = [x[x.mask > 0] for x in talk.branches]
-                left: dict[str, Any] = {"talk": talk.to_plain()}
+                talks = self.talks[g]
+                parts = [x[x.mask > 0] for talk in talks for x in talk.branches]
+                left: dict[str, Any] = {"talks": [talk.to_plain() for talk in talks]}
             else:
                 session = self.sessions[g]
                 with session.lock:
@@ -152,14 +152,15 @@ def restored_group(
     options: SamplingOptions,
     model: ChatModel,
     history: History,
+    roles: Sequence[str],
 ) -> AgentGroup:
     """A group of an earlier run, of which `saved` holds no other; its open agents begin again."""
     options = options.replace(step=saved.samples[0].step)
-    group = new_group(number, saved.prompts, options, model, history)
+    group = new_group(number, saved.prompts, options, model, history, roles)
     for g, sample in enumerate(saved.samples):
         assert sample.session is not None, "a run with agents has left the group"
         if sample.finished:
-            group.talks[g] = (Talk.of_plain(sample.session["talk"]),)
+            group.talks[g] = tuple(map(Talk.of_plain, sample.session["talks"]))
             del group.sessions[g]
         else:
             group.sessions[g].deltas = _deltas_of(sample)

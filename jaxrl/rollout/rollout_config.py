@@ -149,8 +149,6 @@ class RolloutConfig(EngineSettings):
             raise ValueError(
                 f"{named} are to be different names of letters, digits, - and _; rename one"
             )
-        if self.partial:
-            raise ValueError(f"{named} need all samples of a step finished; set max_staleness to 0")
 
     @property
     def partial(self) -> bool:
@@ -215,6 +213,12 @@ class RolloutConfig(EngineSettings):
                 f"rollout.max_staleness ends a step when it has enough groups, and dataflow {dataflow!r} "
                 "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in "
                 "`placement`, or set rollout.max_staleness=0"
+            )
+        if runs_free and self.agent_roles:
+            raise UserError(
+                f"rollout.agent_roles {', '.join(self.agent_roles)} are of one problem and end together, and "
+                "a sampler with a pool of its own counts groups one by one; set rollout.max_staleness=0, or "
+                "leave the role rollout out of `placement`"
             )
         if self.schedule and not runs_free and not self.agent:
             raise UserError(
