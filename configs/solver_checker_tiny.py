@@ -4,7 +4,7 @@
 
 Both roles are in configs/shared/solver_and_checker.py, and of one policy. Hardware: any two cores, 2 GB of
 memory, no accelerator. Score to expect: held-out sums that the solver gets right, and answers that the
-checker judges right (avg@8, temperature 1), from 48 and 50% after SFT to 82 and 82% (docs/agents.md).
+checker judges right (avg@8, temperature 1), from 48 to 52% after SFT to 82 to 92% (docs/agents.md).
 """
 
 import pathlib

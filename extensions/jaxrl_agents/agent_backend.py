@@ -216,11 +216,15 @@ class AgentBackend:
         self._renew(options.step)
         # Agents wait for tools besides slots, so slots do not limit their number. One problem at a time,
         # since each has samples of every role.
-        opened: list[int] | None = None
-        while more is not None and opened != []:
-            unfinished = len(self._roles) * hosts.on_first(self._num_unfinished)
-            opened = self._open(more(options.num_samples, unfinished), options)
-            self.lasting |= {n: self._groups[n] for n in opened}
+        if more is not None:
+            new: list[int] = []
+            unfinished = hosts.on_first(self._num_unfinished)
+            while opened := self._open(
+                more(options.num_samples, unfinished * len(self._roles)), options
+            ):
+                new += opened
+                unfinished += options.num_samples * len(opened)
+            self.lasting |= {n: self._groups[n] for n in new}
         if self.lasting and not self.finished:
             self._turn()
         return bool(self.lasting)
