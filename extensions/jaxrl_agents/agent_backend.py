@@ -217,14 +217,11 @@ class AgentBackend:
         # Agents wait for tools besides slots, so slots do not limit their number. One problem at a time,
         # since each has samples of every role.
         if more is not None:
-            new: list[int] = []
-            unfinished = hosts.on_first(self._num_unfinished)
-            while opened := self._open(
-                more(options.num_samples, unfinished * len(self._roles)), options
-            ):
-                new += opened
-                unfinished += options.num_samples * len(opened)
-            self.lasting |= {n: self._groups[n] for n in new}
+            G, groups = options.num_samples, self.lasting.values()
+            unfinished = hosts.on_first(lambda: sum(g.num_samples - len(g.talks) for g in groups))
+            while opened := self._open(more(G, unfinished * len(self._roles)), options):
+                self.lasting |= {n: self._groups[n] for n in opened}
+                unfinished += G * len(opened)
         if self.lasting and not self.finished:
             self._turn()
         return bool(self.lasting)
@@ -292,10 +289,6 @@ class AgentBackend:
         return tally.metrics()
 
     # The loop
-
-    def _num_unfinished(self) -> int:
-        """The number of sessions that are not over, of groups that outlive a call."""
-        return sum(group.num_samples - len(group.talks) for group in self.lasting.values())
 
     def _open(self, prompts: Prompts, options: SamplingOptions) -> list[int]:
         """Makes a group for each prompt, whose sessions open with the next turn; returns their numbers."""
