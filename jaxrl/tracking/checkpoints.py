@@ -235,8 +235,7 @@ class Checkpoints:
         Args:
           newest: step of the newest intact checkpoint, from which the run continues; None for a new stage.
         """
-        on_each = hosts.gather if hosts.disks_apart else hosts.on_first
-        on_each(lambda: self._prepare(newest))
+        (hosts.gather if hosts.disks_apart else hosts.on_first)(lambda: self._prepare(newest))
         if self._manager is not None:
             self._manager.reload()
 
@@ -434,8 +433,9 @@ class Checkpoints:
             return
         paths = self.stored.paths
         checkpoint = paths.step(step)
-        # A process without states has an empty part.
-        checkpoint.mkdir(exist_ok=True)
+        if hosts.disks_apart:
+            # A process without states has an empty part.
+            checkpoint.mkdir(exist_ok=True)
         checksums = _checksums(checkpoint)
         if rows is not None:
             checksums[_ROWS] = list(rows)
