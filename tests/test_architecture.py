@@ -338,18 +338,18 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 30_654,
+    "lines of code of jaxrl/": 30_633,
     "files of jaxrl/": 235,
     "lines of code of its largest package": 5_960,
-    "lines of code that trainer/ imports, itself included": 28_138,
+    "lines of code that trainer/ imports, itself included": 28_117,
     "files that trainer/ imports, itself included": 203,
     "settings": 205,
     "functions per 1,000 lines of code": 89,
-    "lines of code of extensions/": 22_114,
+    "lines of code of extensions/": 21_962,
     "lines of code of jaxrl_agents": 1_868,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 339,
-    "lines of code of jaxrl_buckets": 957,
+    "lines of code of jaxrl_buckets": 804,
     "lines of code of jaxrl_cleaning": 216,
     "lines of code of jaxrl_code": 1_547,
     "lines of code of jaxrl_hub": 384,
@@ -361,7 +361,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 52_870,
+    "lines of code of tests": 52_719,
 }
 MIN_COMMENT_PERCENT = 4.0
 

@@ -15,9 +15,6 @@ invalidates its own checkpoint only.
     commit    the files of 30 reach the disk, then its manifest     killed here: 20
               the manifest of 10 is removed, then its files         killed here: 30
 
-Processes whose disks are apart (`hosts.disks_apart`) write a part each, with a manifest of that part. The
-union of their files is the checkpoint, so they are plain zarr files: Orbax would merge those of OCDBT.
-
 No checkpoint is removed before a newer one has its manifest. `StoredCheckpoints` only reads, and is safe to
 use while a run writes. `Checkpoints` belongs to the run that holds the folder's lock.
 """
@@ -58,8 +55,6 @@ NO_MANIFEST = "it has no manifest"
 # Key of the checksum of the metric rows. It is their path from the checkpoint, so no file of a checkpoint
 # has the same key.
 _ROWS = "../../metrics.jsonl"
-# Key of the number of a process that has written a part alone: such a checkpoint is never intact by itself.
-_PART = "../../hosts"
 _BLOCK_BYTES = 2**20
 # Item of a checkpoint with the arrays of its record, and the key of an array's place holder.
 _ARRAYS, _ARRAY = "record_arrays", "__array__"
@@ -137,8 +132,6 @@ class StoredCheckpoints:
             found = _checksums(self.paths.step(step))
         except OSError as error:
             return f"it cannot be read ({error})"
-        if _PART in written:
-            return "its other parts are on other hosts"
         for name, checksum in written.items():
             if name == _ROWS:
                 continue
@@ -235,7 +228,7 @@ class Checkpoints:
         Args:
           newest: step of the newest intact checkpoint, from which the run continues; None for a new stage.
         """
-        (hosts.gather if hosts.disks_apart else hosts.on_first)(lambda: self._prepare(newest))
+        hosts.on_first(lambda: self._prepare(newest))
         if self._manager is not None:
             self._manager.reload()
 
@@ -429,18 +422,13 @@ class Checkpoints:
     def _commit(self, step: int, rows: RowChecksum | None) -> None:
         # Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread.
         self._open().wait_until_finished()
-        if not hosts.is_first() and not hosts.disks_apart:
+        if not hosts.is_first():
             return
         paths = self.stored.paths
         checkpoint = paths.step(step)
-        if hosts.disks_apart:
-            # A process without states has an empty part.
-            checkpoint.mkdir(exist_ok=True)
         checksums = _checksums(checkpoint)
         if rows is not None:
             checksums[_ROWS] = list(rows)
-        if hosts.disks_apart:
-            checksums[_PART] = [jax.process_index()]
         # Files first, then the manifest: a power cut may reorder what is not flushed.
         for path in (*checkpoint.rglob("*"), checkpoint, paths.path):
             sync(path)
@@ -465,7 +453,7 @@ class Checkpoints:
                 # collective on the devices in the middle of training.
                 first = min(self._active)
                 together = ocp.options.MultiprocessingOptions(
-                    primary_host=None if hosts.disks_apart else first,
+                    primary_host=first,
                     active_processes=self._active,
                     barrier_sync_key_prefix=f"from{first}",
                 )
@@ -476,20 +464,7 @@ class Checkpoints:
                 lightweight_initialize=True,
                 multiprocessing_options=together,
             )
-            registry = None
-            if hosts.disks_apart:
-                standard = ocp.StandardCheckpointHandler(
-                    use_ocdbt=False, multiprocessing_options=together
-                )
-                record = ocp.JsonCheckpointHandler(multiprocessing_options=together)
-                registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-                for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
-                    registry.add(None, args, standard)
-                for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
-                    registry.add(None, args, record)
-            self._manager = ocp.CheckpointManager(
-                self.stored.paths.path, options=options, handler_registry=registry
-            )
+            self._manager = ocp.CheckpointManager(self.stored.paths.path, options=options)
             _ORBAX_LOGGER.addFilter(_is_no_disk_fault)
         return self._manager
 
