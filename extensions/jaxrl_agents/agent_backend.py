@@ -214,8 +214,8 @@ class AgentBackend:
     def advance(self, options: SamplingOptions, more: More | None) -> bool:
         """Draws prompts, and decodes once unless groups have finished; returns whether there is any group."""
         self._renew(options.step)
-        # Agents wait for tools besides slots, so slots do not limit their number. One problem at a time,
-        # since each has samples of every role.
+        # Agents wait for tools besides slots, so slots do not limit their number. `more` counts samples of
+        # one role, and a problem has as many of each: so it is asked for one problem at a time.
         if more is not None:
             G, groups = options.num_samples, self.lasting.values()
             unfinished = hosts.on_first(lambda: sum(g.num_samples - len(g.talks) for g in groups))

@@ -101,6 +101,19 @@ def test_roles_that_do_not_fit_a_batch():
     apart.check_partial("dapo", dynamic_sampling=True, runs_free=False)
 
 
+def test_the_roles_of_a_problem_are_groups_that_end_together(backend):
+    prompts = problems(["soon", "late"])
+    expected = said(backend.generate(prompts, OPTIONS))
+    first = backend.resume(prompts, OPTIONS, on_group=lambda group: True)
+    rest = backend.resume(NONE, OPTIONS.replace(step=4), unfinished=first.unfinished).completions
+    assert (
+        first.completions.prompts.sources
+        == rest.prompts.sources
+        == ("tests/solver", "tests/checker")
+    )
+    assert said(first.completions) + said(rest) == expected
+
+
 @pytest.mark.long
 def test_roles_go_on_over_a_step_and_from_a_checkpoint(backend):
     prompts = problems(["soon", "late"])
