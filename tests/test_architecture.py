@@ -338,10 +338,10 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 30_633,
+    "lines of code of jaxrl/": 30_667,
     "files of jaxrl/": 235,
-    "lines of code of its largest package": 5_960,
-    "lines of code that trainer/ imports, itself included": 28_117,
+    "lines of code of its largest package": 5_992,
+    "lines of code that trainer/ imports, itself included": 28_151,
     "files that trainer/ imports, itself included": 203,
     "settings": 205,
     "functions per 1,000 lines of code": 89,
@@ -361,7 +361,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 52_730,
+    "lines of code of tests": 52_745,
 }
 MIN_COMMENT_PERCENT = 4.0
 
