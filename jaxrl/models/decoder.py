@@ -612,6 +612,40 @@ class Decoder(nnx.Module):
             for i, flags in enumerate(LayerFlags.of_periods(self.config))
         ]
 
+    def vectors_joined(self) -> tuple[Any, Callable[[Any], Any]] | None:
+        """The weights of the stack with biases and scales of one kind as one array, and who takes them apart.
+
+        A TPU slices each array of a stack with an operation of its own, which takes as long for a vector as
+        for a matrix.
+
+        Returns:
+          (stacks, weights_of): arrays [L, ...]; (slice of `stacks`) -> the weights of that layer, or period.
+          None for a list of layers, of which nothing is sliced.
+        """
+        _, weights = nnx.split(self.layers)
+        if are_listed(weights):
+            return None
+        params, tree = jax.tree.flatten(weights, is_leaf=lambda x: isinstance(x, nnx.Param))
+        kinds: dict[Any, list[int]] = {}
+        for i, param in enumerate(params):
+            named = param.get_metadata()
+            if "summed" not in named:  # no matrix, see `modules.normal`
+                x = param.get_value()
+                kinds.setdefault((named["axes"], x.shape, x.dtype), []).append(i)
+        groups = [group for group in kinds.values() if len(group) > 1]
+        grouped = {i for group in groups for i in group}
+        joined = [jnp.stack([params[i][...] for i in group], 1) for group in groups]
+        stacks = joined, {i: param for i, param in enumerate(params) if i not in grouped}
+
+        def weights_of(of_layer: Any) -> Any:
+            joined, alone = of_layer
+            found = dict(alone)
+            for group, vectors in zip(groups, joined, strict=True):
+                found |= {i: params[i].replace(x) for i, x in zip(group, vectors, strict=True)}
+            return tree.unflatten([found[i] for i in range(len(params))])
+
+        return stacks, weights_of
+
     def _run_last(self, layers, x_BTD, inputs, per_layer, rows, shared):
         """Runs the layers that attend to `shared` keys and values, or to their part of a cache."""
         pattern = self.config.layer_pattern

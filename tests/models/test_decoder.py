@@ -306,6 +306,27 @@ def test_a_list_of_layers_computes_what_their_stack_does(config):
     assert sizes and not [size for size in sizes if f"f32[{','.join(map(str, size))}]" in text]
 
 
+def test_vectors_of_one_kind_are_sliced_together():
+    """By hand: the scales of two norms of a layer, of two of heads, biases of k and v, of gates and ups.
+
+    The router's bias is as long as the norms of heads, but of other axes; q's has a shape of its own.
+    """
+    experts = {"num_experts": 8, "experts_per_token": 2, "expert_biases": True}
+    config = dataclasses.replace(TINY, qk_norm=True, **experts)
+    graph, shapes, _ = decoder_graph(config)
+    normal = lambda x: np.random.default_rng(0).normal(size=x.shape).astype(np.float32)  # noqa: E731
+    params = jax.tree.map(normal, shapes)
+    model = nnx.merge(graph, params)
+    stacks, weights_of = model.vectors_joined()
+    assert nnx.merge(graph, split_layers(params)).vectors_joined() is None
+    pairs = [(2, 2, 2, 8), (2, 2, 8), (2, 2, 8, 24), (2, 2, 16)]
+    assert sorted(x.shape for x in stacks[0]) == pairs
+    whole = nnx.split(model.layers)[1]
+    for layer in range(2):
+        of_layer = jax.tree.map(lambda x: x[layer], (whole, stacks))  # noqa: B023
+        jax.tree.map(np.testing.assert_array_equal, weights_of(of_layer[1]), of_layer[0])
+
+
 def test_with_all_layers_unrolled_there_is_no_scan_that_stacks_what_is_kept():
     """Stacked, the activations of all layers are copied once forward and once backward."""
     _, shapes, _ = decoder_graph(TINY)

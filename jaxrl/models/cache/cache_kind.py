@@ -57,7 +57,7 @@ from jaxrl.models.cache.kv_cache import (
     without_routes,
     write_slots,
 )
-from jaxrl.models.compute import Compute, LayerFunction, entry
+from jaxrl.models.compute import Compute, LayerFunction, entry, scan_layers
 from jaxrl.models.decoder import Attend, Decoder
 from jaxrl.models.delta_net import DeltaInputs, DeltaState, Recur, delta_after, delta_of_rows
 
@@ -262,6 +262,8 @@ class CacheKind:
         apart, kernel, past = self.unrolled or self.lists_buffers, self.kernel, cache
         layers = self._layers(model, apart)
         by_number = kernel is not None and self.by_number
+        if by_number and not apart:
+            layers = self._joined_layers(model)
         if by_number:
             count, period = (
                 self.shape.num_layers,
@@ -368,6 +370,21 @@ class CacheKind:
                 outs.append(out)
                 sums.append(of_rows)
             return x_BTD, (outs, sums)
+
+        return run
+
+    def _joined_layers(self, model: Decoder) -> Callable[..., Any] | None:
+        """`models.compute.scan_layers` over weights whose vectors are joined here, once; None for lists."""
+        if (joined := model.vectors_joined()) is None:
+            return None
+        stacks, weights_of = joined
+
+        def run(layer, x_BTD, stacked, *rest, unroll):
+            def of_joined(x_BTD, own, layer_in, per_row):
+                own, beside = own
+                return layer(x_BTD, (weights_of(own), beside), layer_in, per_row)
+
+            return scan_layers(of_joined, x_BTD, (stacks, stacked[1]), *rest, unroll=unroll)
 
         return run
 
