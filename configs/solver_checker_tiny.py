@@ -2,7 +2,8 @@
 
     python launch/train.py --config configs/solver_checker_tiny.py
 
-Both roles are in configs/shared/solver_and_checker.py, and of one policy. Hardware: any two cores, 2 GB of
+Both roles are in configs/shared/solver_and_checker.py, and of one policy;
+--config.rollout.frozen_roles.checker=start freezes one. Hardware: any two cores, 2 GB of
 memory, no accelerator. Score to expect: held-out sums that the solver gets right, and answers that the
 checker judges right (avg@8, temperature 1), from 48 to 52% after SFT to 82 to 92% (docs/agents.md).
 """

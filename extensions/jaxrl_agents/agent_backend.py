@@ -74,7 +74,10 @@ class AgentBackend:
         self.metrics: Mapping[str, float] = {}
         self.samplers = tuple(range(hosts.num_processes()))
         self._settings = settings
-        self._roles = settings.agent_roles or ("",)
+        # The names of the weights of the roles, and the roles that learn.
+        self._weights = settings.weights_of_roles
+        self._roles = settings.learning_roles or ("",)
+        self._frozen: dict[str, Params] = {}
         self._tokenizer = tokenizer
         self._model = ChatModel(tokenizer)
         # Errors that were logged.
@@ -101,6 +104,11 @@ class AgentBackend:
     def load(self, params: Params) -> None:
         self.inner.load(params)
         self._is_new = True
+
+    def freeze(self, name: str, params: Params) -> None:
+        """Takes the weights of frozen roles, in the generation layout, before the first prompts."""
+        engine = self.inner.engine
+        self._frozen[name] = engine.stored(params) if self.weights_dtype else params
 
     def unload(self) -> Params | None:
         """Returns the weights and releases them; None if none are loaded.
@@ -203,7 +211,7 @@ class AgentBackend:
                 continue
             assert unfinished is not None, "there are wanted ones"
             n, saved = next(self._numbers), unfinished.take([i])
-            history, roles = self._settings.history, self._roles
+            history, roles = self._settings.history, self._weights
             group = restored_group(n, saved, options, self._model, history, roles)
             self._groups[n] = self.lasting[n] = group
             self._unopened += group.sessions.values()
@@ -295,7 +303,8 @@ class AgentBackend:
         made = []
         for i in range(len(prompts)):
             n, prompt = next(self._numbers), prompts.take([i])
-            group = new_group(n, prompt, options, self._model, self._settings.history, self._roles)
+            history, roles = self._settings.history, self._weights
+            group = new_group(n, prompt, options, self._model, history, roles)
             self._groups[n] = group
             self._unopened += group.sessions.values()
             made.append(n)
@@ -304,7 +313,7 @@ class AgentBackend:
     def _renew(self, version: int) -> None:
         """Makes the live loop decode with the loaded weights."""
         if self._live is None:
-            self._live = self.inner.live(version=version)
+            self._live = self.inner.live(version=version, frozen=self._frozen)
         # Also for equal weights: a batch that reused pages of the one before it would round differently.
         elif self._is_new or version != self._version or not self.lasting:
             self._live.renew(self.inner.params, version)

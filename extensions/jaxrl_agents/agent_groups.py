@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,8 @@ class AgentGroup:
       num_samples: G.
       step: training step that started it; its sampling keys use this step until it ends.
       sessions: its G sessions; none for samples that had ended in an earlier run.
-      talks: what ended sessions have left, by sample, of each role.
-      completions: the whole group of each role, once all have ended.
+      talks: what ended sessions have left, by sample, of each role that learns.
+      completions: the whole group of each of these roles, once all have ended.
     """
 
     prompts: Prompts
@@ -56,7 +57,7 @@ class AgentGroup:
 
     @property
     def whole(self) -> Completions:
-        """The completions of a finished group of an agent without roles."""
+        """The completions of a finished group of an agent with one role that learns."""
         (whole,) = self.completions
         return whole
 
@@ -113,7 +114,7 @@ def new_group(
     options: SamplingOptions,
     model: ChatModel,
     history: History,
-    roles: Sequence[str] = ("",),
+    roles: Mapping[str, str] = MappingProxyType({"": ""}),
 ) -> AgentGroup:
     """A group whose sessions are not open yet.
 
@@ -122,7 +123,7 @@ def new_group(
       prompts: the prompt.
       options: how answers are drawn; `step` is that of the group.
       model, history: of the conversations.
-      roles: roles of the agent; "" alone for one without.
+      roles: roles of the agent with the names of their weights (`RolloutConfig.weights_of_roles`).
     """
     problem = {
         "prompt": prompts.texts[0],
@@ -138,7 +139,10 @@ def new_group(
             sample=g,
             prompt_id=int(prompts.ids_N[0]),
             problem={**problem, "sample": g},
-            conversations={x: Conversation(model, history=history, name=x) for x in roles},
+            conversations={
+                role: Conversation(model, history=history, name=role, weights=weights)
+                for role, weights in roles.items()
+            },
             options=options,
         )
         for g in range(options.num_samples)
@@ -152,7 +156,7 @@ def restored_group(
     options: SamplingOptions,
     model: ChatModel,
     history: History,
-    roles: Sequence[str],
+    roles: Mapping[str, str],
 ) -> AgentGroup:
     """A group of an earlier run, of which `saved` holds no other; its open agents begin again."""
     options = options.replace(step=saved.samples[0].step)

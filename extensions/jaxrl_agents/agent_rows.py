@@ -62,11 +62,11 @@ class Talk:
 
     @staticmethod
     def all_of(session: Session) -> tuple[Talk, ...]:
-        """The talk of each role of an ended session. Nothing is trained on what a failed agent said."""
+        """The talk of each role of an ended session that learns. Nothing is trained of a failed agent."""
         talks = []
         # A request that came before the end may still change a conversation.
         with session.lock:
-            for role, conversation in session.conversations.items():
+            for role, conversation in session.learning.items():
                 said, score = conversation.branches(), session.score
                 error = session.error or ("" if said else _SILENT)
                 if error:
@@ -98,7 +98,7 @@ class Tally:
       errors: how often each error has ended one.
       tracebacks: the traceback of the first of them; "" without one.
       total: number of sessions.
-      failed: number of those that have failed in all of their roles.
+      failed: number of those that have failed in all of their roles that learn.
     """
 
     def __init__(self):
@@ -106,7 +106,7 @@ class Tally:
         self.tracebacks: dict[str, str] = {}
         self.failed = 0
         self._counts: collections.Counter[str] = collections.Counter()
-        self._by_role: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+        self._by_role: dict[str, list[float]] = collections.defaultdict(list)
         self._seconds: list[float] = []
 
     @property
@@ -120,10 +120,15 @@ class Tally:
             self.errors[message] += 1
             self.tracebacks.setdefault(message, failure.traceback)
         self.failed += all(talk.failure for talk in talks)
-        for (role, conversation), talk in zip(session.conversations.items(), talks, strict=True):
+        fails = {x: t.failure for x, t in zip(session.learning, talks, strict=True)}
+        for role, conversation in session.conversations.items():
             self._counts.update(vars(conversation.counts))
-            if role and talk.score is not None:
-                self._by_role[role].append((talk.score, conversation.counts.sampled))
+            sampled = conversation.counts.sampled
+            if role and sampled and not fails.get(role, session.error):
+                self._by_role[f"{role}/sampled_tokens"].append(sampled)
+                # A frozen role may have none.
+                if isinstance(session.score, dict) and role in session.score:
+                    self._by_role[f"{role}/score"].append(session.score[role])
         self._seconds.append(session.seconds)
 
     def metrics(self) -> dict[str, float]:
@@ -132,13 +137,7 @@ class Tally:
         Of each role the mean of its scores, and of its sampled tokens.
         """
         return {
-            **{
-                f"{role}/{name}/mean": float(np.mean(values))
-                for role, rows in self._by_role.items()
-                for name, values in zip(
-                    ("score", "sampled_tokens"), zip(*rows, strict=True), strict=True
-                )
-            },
+            **{f"{name}/mean": float(np.mean(values)) for name, values in self._by_role.items()},
             **{f"{name}_tokens": float(count) for name, count in self._counts.items()},
             "seconds/mean": float(np.mean(self._seconds or [0])),
             "seconds/max": max(self._seconds, default=0.0),

@@ -144,9 +144,12 @@ class Conversation:
 
     Attributes:
       counts: numbers of tokens so far.
+      weights: name of the frozen weights that answer; "" for the policy that learns.
     """
 
-    def __init__(self, model: ChatModel, *, history: History = "kept", name: str = ""):
+    def __init__(
+        self, model: ChatModel, *, history: History = "kept", name: str = "", weights: str = ""
+    ):
         """Starts an empty conversation.
 
         Args:
@@ -154,9 +157,10 @@ class Conversation:
           history: "kept" leaves sampled tokens in all later prompts. "as_template" starts a branch where the
             template shows earlier messages in another way, with the template's rendering.
           name: enters the keys of turns, so that conversations of one session have different ones.
+          weights: see the class.
         """
         assert history in get_args(History), history
-        self._name = name
+        self._name, self.weights = name, weights
         self._model = model
         self._history = history
         # By tools and variables of the template.

@@ -148,7 +148,11 @@ class Endpoint:
             stopped = self.sessions.take_stopped(worker)
             if taken or stopped or loop.time() >= until:
                 sessions = [
-                    {"key": x.key, "problem": x.problem, "roles": [*x.conversations]} for x in taken
+                    {
+                        **{"key": x.key, "problem": x.problem},
+                        **{"roles": [*x.conversations], "learning": [*x.learning]},
+                    }
+                    for x in taken
                 ]
                 return JSONResponse({"sessions": sessions, "stopped": stopped})
             if self.sessions.closed:

@@ -101,14 +101,16 @@ class SessionPrompts:
             # Before the answer: an agent may ask for any number of turns at once.
             session.turns.add(turn.key)
             known = session.deltas.get(turn.key, ())
-            if not known:
+            # Frozen weights have no age.
+            if not known and not conversation.weights:
                 session.asked.setdefault(turn.key, self.version)
         answered = functools.partial(self._answered, session, conversation, turn, query)
         # Two roles that read the same have noise of their own.
-        drawn = functools.partial(self._drawn, session, [*session.conversations].index(role))
+        place = [*session.conversations].index(role)
+        drawn = functools.partial(self._drawn, session, place, conversation.weights)
         return ChatTurn(query, turn.prompt_ids, answered, known, drawn)
 
-    def _drawn(self, session: Session, role: int, request: Request) -> Request:
+    def _drawn(self, session: Session, role: int, weights: str, request: Request) -> Request:
         """The request with the settings of the run, and the request's stop strings besides the run's.
 
         Raises:
@@ -130,6 +132,7 @@ class SessionPrompts:
         stops = (*session.options.stop_strings, *request.options.stop_strings)
         return dataclasses.replace(
             request,
+            weights=weights,
             seed=turn_seed(session.prompt_id, session.sample + (role << 32), request.prompt),
             options=session.options.replace(
                 num_samples=1,

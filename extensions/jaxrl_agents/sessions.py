@@ -76,6 +76,11 @@ class Session:
     deltas: dict[str, tuple[Delta, ...]] = dataclasses.field(default_factory=dict)
     asked: dict[str, int] = dataclasses.field(default_factory=dict)
 
+    @property
+    def learning(self) -> dict[str, Conversation]:
+        """The conversations of the roles that learn."""
+        return {role: x for role, x in self.conversations.items() if not x.weights}
+
     def role_of(self, key: str) -> str | None:
         """The role that a key of this session names, the first one if it names none; None for another."""
         role = key.partition(".")[2] or next(iter(self.conversations))

@@ -125,13 +125,14 @@ async def _run(
         # An agent may be a plain function; it then keeps the other sessions of the worker waiting.
         if inspect.isawaitable(value):
             value = await value
-        score = _score_of(value, roles)
+        learning = [role for role in session["learning"] if role]
+        score = _score_of(value, roles, learning)
         if score is not _NO_SCORE:
             told["score"] = score
         else:
             rule = "which is no score; return a number or None"
             if roles:
-                rule = f"without a number for each role; return a dict of {', '.join(roles)}"
+                rule = f"without a number for each role; return a dict of {', '.join(learning)}"
             code = getattr(inspect.unwrap(agent), "__code__", None)
             place = ""
             if code is not None and _is_users(code.co_filename):
@@ -146,11 +147,11 @@ async def _run(
     await trainer.post("/agents/done", cast_to=object, body=told)
 
 
-def _score_of(value: Any, roles: Sequence[str]) -> Any:
-    """What the agent has returned as plain numbers; `_NO_SCORE` if it is none, or lacks one of a role."""
+def _score_of(value: Any, roles: Sequence[str], learning: Sequence[str]) -> Any:
+    """What the agent has returned as plain numbers; `_NO_SCORE` if it is none, or lacks one that learns."""
     try:
         if roles:
-            score = {role: float(value[role]) for role in roles}
+            score = {role: float(value[role]) for role in roles if role in {*learning, *value}}
             return score if all(map(math.isfinite, score.values())) else _NO_SCORE
         score = None if value is None else float(value)
         return score if score is None or math.isfinite(score) else _NO_SCORE

@@ -110,6 +110,9 @@ class PlannedRoles:
                 found += sampling_memory(layout, state, sampler)
             else:
                 found += engine_memory("rollout", layout, sampler)
+            # Frozen roles of agents have slots of their own.
+            for name in sorted({*self.config.rollout.frozen_roles.values()}):
+                found += engine_memory(f"roles of {name}", layout, sampler)
         for name, role in self.roles.critics.items():
             if name in pool.roles:
                 found += learner_memory(name, role, pool.layout_of(name))

@@ -155,7 +155,8 @@ class _Choice:
         self._one = self._roles(1)
         buffers = self._one.resident_buffers(self._one.pool_of("rollout"))
         cache = next(h for h in buffers if h.name == CACHE or h.name.endswith("cache and slots"))
-        self._slot = cache.bytes_per_device
+        # All weights that agents ask have as many.
+        self._slot = cache.bytes_per_device * (1 + len({*rollout.frozen_roles.values()}))
         self._room = self._memory - phase_bytes(buffers, "sampling") + self._slot
 
     def config(self, slots: int) -> Config:

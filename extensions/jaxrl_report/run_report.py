@@ -36,7 +36,7 @@ def write_run_report(run: RunContext) -> pathlib.Path:
         if stage.metrics.exists()
     }
     rl = rows.get(next(iter(stages)), [])
-    sources = sources_of(run.evaluation_prompts.sources, config.rollout.agent_roles)
+    sources = sources_of(run.evaluation_prompts.sources, config.rollout.learning_roles)
     # A supervised run may have no problems; then accuracy is left out.
     num_samples = config.evaluation.num_samples
     accuracy = evaluation_lines(rl, sources, num_samples=num_samples) if rl else []

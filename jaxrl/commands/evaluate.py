@@ -57,12 +57,15 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
 from jaxrl.rewards.graders import Graders
 from jaxrl.rollout.drivers import build_backend, with_agent
+from jaxrl.rollout.rollout_config import FROZEN_ROLE, START
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
 from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params
 from jaxrl.tracking.sample_rows import TokenStrings, sample_rows, to_lines
 from jaxrl.trainer.context import meshes_of
 from jaxrl.trainer.evaluation import answered
+from jaxrl.trainer.findings import check_same_model
+from jaxrl.trainer.role_table import check_same_tokens
 from jaxrl.trainer.run_rewards import graders_of, truth_faults
 from jaxrl.types import Completions, Prompts, Scored
 
@@ -253,6 +256,16 @@ def read_inputs(
     """
     found = model_directory.read_model(pathlib.Path(config.weights))
     tokenizer, model = found.tokenizer, found.model
+    for role, name in config.rollout.frozen_roles.items():
+        if name == START:
+            raise UserError(
+                f"{FROZEN_ROLE}{role} {START!r} is the weights that a run starts from, which its folder need "
+                f"not have; name a directory or a run, --config.{FROZEN_ROLE}{role}=DIR"
+            )
+        where = pathlib.Path(name)
+        files = RunFolder(where).model if is_run(where) else where
+        check_same_model(name, model, model_directory.read_model(files).model)
+        check_same_tokens(FROZEN_ROLE + role, tokenizer, str(files))
     problems, graders = _problems(config), graders_of(config, config.data.evaluation_sources)
     prompts = evaluation_prompts(encode(problems.evaluation, config.data, tokenizer))
     if not len(prompts):
@@ -307,6 +320,9 @@ def answering(inputs: EvaluationInputs) -> Iterator[tuple[Callable[[Prompts], Sc
     backend = with_agent(backend, config.rollout, inputs.tokenizer)
     _say(f"loading {path} ({inputs.weights})")
     backend.load(load_policy(path, inputs.model, mesh, backend.dtype, inputs.step))
+    for name in sorted({*config.rollout.frozen_roles.values()}):
+        agents: Any = backend
+        agents.freeze(name, load_policy(pathlib.Path(name), inputs.model, mesh, backend.dtype))
     grading = Grading(inputs.graders)
 
     def answer(prompts: Prompts) -> Scored:

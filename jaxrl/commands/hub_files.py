@@ -11,6 +11,7 @@ from jaxrl.config.schema import Config
 from jaxrl.hub.local_paths import EVALUATION, TRAINING, store_of
 from jaxrl.mesh import hosts
 from jaxrl.mesh.pools import take_devices
+from jaxrl.rollout.rollout_config import FROZEN_ROLE
 from jaxrl.trainer.findings import Faults
 from jaxrl.trainer.resolved import resolve
 from jaxrl.trainer.role_table import ROLES
@@ -52,7 +53,8 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
         splits = _ROWS.get(setting)
         if field == "path" and splits is None:
             splits = _GROUPS.get(group.rpartition(".")[0])
-        found = store_of(text) if splits or setting in models else None
+        is_model = setting in models or (weights and setting.startswith(FROZEN_ROLE))
+        found = store_of(text) if splits or is_model else None
         if found is None:
             continue
         (hub, name), bind = found, functools.partial

@@ -148,6 +148,16 @@ class Actor(Learner):
             self.can_sample = True
         self.offload()
 
+    def freeze(self, name: str, params: Params) -> None:
+        """Gives the backend, one of agents, weights of roles that do not learn; consumes `params`.
+
+        Args:
+          name: name in `rollout.frozen_roles`.
+          params: weights in the training layout.
+        """
+        backend: Any = self.backend
+        backend.freeze(name, self.resharding.to_generate(params))
+
     def _before_change(self) -> None:
         self.can_sample = False
         # On the training mesh the backend's weights may share buffers with those that an update donates, and

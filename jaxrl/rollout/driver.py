@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -166,15 +167,19 @@ class OfflineBackend(EngineBackend):
         )
         return rollout
 
-    def live(self, *, version: int = 0) -> LiveLoop:
+    def live(
+        self, *, version: int = 0, frozen: Mapping[str, Params] = MappingProxyType({})
+    ) -> LiveLoop:
         """Sampling for requests that arrive while it runs. `generate` and `resume` pause it.
 
         After `unload` and `load` it goes on with `LiveLoop.renew`.
 
         Args:
           version: version of the weights that are loaded.
+          frozen: see `LiveLoop`.
         """
-        self._lasting = live = LiveLoop(self.engine, self.params, self._stops, version=version)
+        engine, params = self.engine, self.params
+        self._lasting = live = LiveLoop(engine, params, self._stops, version=version, frozen=frozen)
         return live
 
     def close(self) -> None:

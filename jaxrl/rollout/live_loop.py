@@ -8,6 +8,8 @@ A live loop has no thread. It is turned by one thread of every process:
     turn     takes what has arrived, decodes up to W tokens in every slot, calls the listeners
     renew    between two turns: decodes on with other weights
 
+Requests may name frozen weights, which share the programs and have slots of their own.
+
 Requests come in at the first process, from any of its threads, and their listeners are there. In every turn
 the first process sends new requests and cancellations to all others. So all processes dispatch the same
 programs.
@@ -25,7 +27,8 @@ import dataclasses
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -41,6 +44,9 @@ from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.rollout.stop_strings import StopSearch
 
 _LOG = logging.getLogger(__name__)
+
+# The version of frozen weights: their tokens are never the oldest.
+_AGELESS = int(np.iinfo(np.int32).max)
 
 
 class LiveError(RuntimeError):
@@ -69,6 +75,7 @@ class Request:
       seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them.
       options: how tokens are drawn.
       adapter: number of the adapter, see `samples.Start`.
+      weights: name of the frozen weights that answer; "" for those that `renew` changes.
     """
 
     prompt: np.ndarray
@@ -76,6 +83,7 @@ class Request:
     seed: int
     options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     adapter: int = 0
+    weights: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +153,14 @@ class LiveLoop:
         *,
         version: int = 0,
         max_waiting: int = 10_000,
+        frozen: Mapping[str, Params] = MappingProxyType({}),
     ):
         """Makes an empty loop. Device memory is first taken by `turn`.
 
         Args:
           engine, params, stops, version: those of the decode loop.
           max_waiting: maximum number of samples that wait for a slot; more are refused.
+          frozen: weights that never change, by name, in the generation layout.
         """
         self._engine = engine
         self.max_waiting = max_waiting
@@ -162,17 +172,22 @@ class LiveLoop:
         self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._accepting = True
-        # The same on every process. The owner of a sample is the ticket of its request.
-        self._loop = DecodeLoop(
-            engine,
-            params,
-            stops,
-            version=version,
-            streams=True,
-            # Reuse rounds differently, and what is known depends on earlier requests.
-            reuse_prefixes=not engine.config.deterministic,
-        )
-        self._in_loop: dict[Sample, None] = {}
+        # The same on every process, by the name of the weights. The owner of a sample is the ticket of its
+        # request.
+        self._weights = {"": params, **frozen}
+        self._loops = {
+            name: DecodeLoop(
+                engine,
+                weights,
+                stops,
+                version=_AGELESS if name else version,
+                streams=True,
+                # Reuse rounds differently, and what is known depends on earlier requests.
+                reuse_prefixes=not engine.config.deterministic,
+            )
+            for name, weights in self._weights.items()
+        }
+        self._in_loop: dict[Sample, DecodeLoop] = {}
         self._sampled = 0
         self._ended: collections.Counter[End] = collections.Counter()
 
@@ -188,8 +203,9 @@ class LiveLoop:
     @property
     def counts(self) -> LiveCounts:
         """The load, and the numbers of tokens so far."""
-        loop, ended = self._loop, self._ended
-        tokens = (self._sampled, loop.prompt_tokens, loop.known_tokens)
+        loops, ended = self._loops.values(), self._ended
+        prompt = sum(loop.prompt_tokens for loop in loops)
+        tokens = (self._sampled, prompt, sum(loop.known_tokens for loop in loops))
         full = ended[End.FULL]
         return LiveCounts(*self.load, *tokens, ended.total() - full, full)
 
@@ -331,55 +347,71 @@ class LiveLoop:
         if arrived is None:
             self._drop(cancelled)
             return False
-        new: list[Sample] = []
+        new: dict[Sample, DecodeLoop] = {}
         # Equal prompts that arrive together share a prefill.
-        starts: dict[tuple[int, bool, bytes], Start] = {}
+        starts: dict[tuple[str, int, bool, bytes], Start] = {}
         for ticket, request in arrived:
             scored = request.options.scores_prompt
-            key = (request.adapter, scored, request.prompt.tobytes())
+            key = (request.weights, request.adapter, scored, request.prompt.tobytes())
             scores = [] if scored else None
             start = starts.setdefault(key, Start(request.prompt, request.adapter, scores))
-            new += _samples_of(ticket, request, start)
+            new |= dict.fromkeys(_samples_of(ticket, request, start), self._loops[request.weights])
         # First, so that `clear` finds them if a device fails.
-        self._in_loop.update(dict.fromkeys(new))
+        self._in_loop |= new
         self._drop(cancelled)
-        self._loop.add(new)
+        for sample, loop in new.items():
+            loop.add([sample])
         if not self._in_loop:
             return False
         if self.order is not None:
             self.order.note([request.seed for _, request in arrived])
-        self._pass_on(self._loop.dispatch())
+        # The devices work for all of them before the host waits for the first.
+        for loop in self._loops.values():
+            loop.begin()
+        for loop in self._loops.values():
+            results = loop.finish()
+            loop.give_ended()
+            self._pass_on(results)
         return True
 
     def renew(self, params: Params, version: int) -> None:
         """Decodes on with other weights. Collective, between two turns.
 
         Samples that have started keep their slots and caches. All others start with the new weights alone:
-        nothing is reused that older weights have cached.
+        nothing is reused that older weights have cached. Frozen weights stay, and reuse nothing either, since
+        after a restart they could not.
         """
-        self._loop.renew(params, version)
+        self._weights[""] = params
+        for name, loop in self._loops.items():
+            loop.renew(self._weights[name], _AGELESS if name else version)
 
     def load_adapters(self, adapters: Params) -> None:
         """Gives requests that start from now on a stack of adapters with theirs. Collective.
 
         Samples at work go on with what is at their places now.
         """
-        self._loop.load_adapters(adapters)
+        self._loops[""].load_adapters(adapters)
 
     def pause(self) -> None:
         """Frees the memory of the slots. The next turn prefills unfinished samples again. Collective."""
-        # Before `clear`, which drops the tokens that only the loop has.
-        self._loop.give_tokens()
-        self._loop.clear()
-        for sample in self._in_loop:
+        for loop in self._loops.values():
+            # Before `clear`, which drops the tokens that only the loop has.
+            loop.give_tokens()
+            loop.clear()
+        for sample, loop in self._in_loop.items():
             # Others keep their `Start`, so that samples of one prompt still share a prefill.
             if len(sample):
                 sample.start = Start(sample.sequence, sample.start.adapter)
-        self._loop.add(self._in_loop)
+            loop.add([sample])
 
     def release_weights(self) -> None:
-        """Forgets the weights, so that their memory can be freed before `renew`. Collective."""
-        self._loop.release_weights()
+        """Forgets the weights, so that their memory can be freed before `renew`. Collective.
+
+        Of frozen ones it drops the copies for decoding alone.
+        """
+        self._weights[""] = None
+        for loop in self._loops.values():
+            loop.release_weights()
 
     def clear(self, error: LiveError) -> None:
         """Fails all requests with samples in the decode loop, and frees its slots. Collective.
@@ -388,8 +420,7 @@ class LiveLoop:
         """
         # A dict, not a set: listeners are called in the order of the samples.
         tickets = dict.fromkeys(sample.owner for sample in self._in_loop)
-        self._in_loop.clear()
-        self._loop.clear()
+        self._forget_samples()
         for ticket in tickets:
             self._notify(ticket, error)
 
@@ -401,11 +432,15 @@ class LiveLoop:
             self._num_waiting = 0
             left, self._open = self._open, {}
             self._changed.notify_all()
-        self._in_loop.clear()
-        self._loop.clear()
+        self._forget_samples()
         # Without the lock, which listeners must not hold up.
         for opened in left.values():
             opened.listener(Stopped("the server has stopped before the answer was complete"))
+
+    def _forget_samples(self) -> None:
+        self._in_loop.clear()
+        for loop in self._loops.values():
+            loop.clear()
 
     def _take(self, wait_s: float) -> tuple[list[int], list[tuple[int, Request]] | None]:
         """Waits for something to do. Returns cancelled tickets, and tickets and requests that start now.
@@ -424,7 +459,7 @@ class LiveLoop:
                 return cancelled, None
             # Only few samples are queued inside the decode loop, because dropping one searches the queue.
             going_on = sum(sample.owner not in cancelled for sample in self._in_loop)
-            room = 2 * self._engine.config.slots - going_on
+            room = (1 + len(self._loops)) * self._engine.config.slots - going_on
             taken = []
             for ticket in tickets:
                 if room <= 0:
@@ -451,9 +486,10 @@ class LiveLoop:
     def _drop(self, tickets: Collection[int]) -> None:
         """Frees the slots of requests, and forgets their samples."""
         dropped = [sample for sample in self._in_loop if sample.owner in tickets]
+        for loop in self._loops.values():
+            loop.drop([sample for sample in dropped if self._in_loop[sample] is loop])
         for sample in dropped:
             del self._in_loop[sample]
-        self._loop.drop(dropped)
 
     def _pass_on(self, results: Sequence[Decoded]) -> None:
         """Sends the results of a dispatch to the listeners."""

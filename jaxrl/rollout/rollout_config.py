@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Annotated, Literal
 
@@ -28,6 +29,9 @@ from jaxrl.rollout.sampling import (
     truncation_of,
 )
 from jaxrl.rollout.settings import EngineSettings
+
+START, FROZEN_ROLE = "start", "rollout.frozen_roles."
+"""Name of the weights that a run starts from, and the beginning of the settings that may have it."""
 
 _ROLE = re.compile(r"[\w-]+", re.ASCII)
 
@@ -81,8 +85,12 @@ class RolloutConfig(EngineSettings):
     """
     agent_roles: tuple[Annotated[str, NAME], ...] = ()
     """Roles of an agent in which the policy speaks, such as ("solver", "checker"), each with a
-    conversation and a score of its own. Every problem gives a group for each of them, and
-    `num_prompts` counts groups.
+    conversation and a score of its own. Every problem gives a group for each of them that learns,
+    and `num_prompts` counts groups.
+    """
+    frozen_roles: dict[str, Annotated[str, PATH]] = dataclasses.field(default_factory=dict)
+    """Those of `agent_roles` that do not learn, with the weights that speak them: "start" for those
+    that the run starts from, or a Hugging Face directory of the same model and tokenizer.
     """
     agent_host: Annotated[str, NAME] = "127.0.0.1"
     """Address at which the policy answers agents. A program in a container reaches this machine by
@@ -134,7 +142,7 @@ class RolloutConfig(EngineSettings):
                 f"schedule {self.schedule!r} repeats steps that end with their agents, and those of agent "
                 f"{self.agent!r} outlive a step (max_staleness); leave schedule out"
             )
-        if roles := self.agent_roles:
+        if roles := self.agent_roles or tuple(self.frozen_roles):
             self._check_roles(roles)
         if "" in self.stop_strings:
             raise ValueError(
@@ -149,6 +157,25 @@ class RolloutConfig(EngineSettings):
             raise ValueError(
                 f"{named} are to be different names of letters, digits, - and _; rename one"
             )
+        if unknown := ", ".join(sorted(self.frozen_roles.keys() - {*self.agent_roles})):
+            raise ValueError(
+                f"frozen_roles names {unknown}, and agent_roles are "
+                f"{', '.join(self.agent_roles) or 'empty'}; add it there, or take it out"
+            )
+        if not self.learning_roles:
+            raise ValueError(
+                f"frozen_roles has all {named}, so nothing would learn; take one of them out"
+            )
+
+    @property
+    def learning_roles(self) -> tuple[str, ...]:
+        """The roles of the agent that learn; () for an agent without roles."""
+        return tuple(role for role in self.agent_roles if role not in self.frozen_roles)
+
+    @property
+    def weights_of_roles(self) -> dict[str, str]:
+        """Names of the weights by role, "" for one that learns. An agent without roles has the role ""."""
+        return {role: self.frozen_roles.get(role, "") for role in self.agent_roles or ("",)}
 
     @property
     def partial(self) -> bool:
@@ -187,12 +214,12 @@ class RolloutConfig(EngineSettings):
           prompts_per_batch: number of groups of a generation batch.
           sampler: `data.sampler`.
         """
-        many = len(self.agent_roles)
+        many = len(self.learning_roles)
         if many and prompts_per_batch % many:
             raise UserError(
                 f"a generation batch has {prompts_per_batch} groups (rollout.num_prompts, or "
                 f"generation_prompts with dynamic sampling), and every problem gives {many}, one for each "
-                f"of rollout.agent_roles; take a multiple of {many}"
+                f"of rollout.agent_roles that learns; take a multiple of {many}"
             )
         if many and sampler:
             raise UserError(
@@ -214,11 +241,11 @@ class RolloutConfig(EngineSettings):
                 "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in "
                 "`placement`, or set rollout.max_staleness=0"
             )
-        if runs_free and self.agent_roles:
+        if runs_free and len(self.learning_roles) > 1:
             raise UserError(
-                f"rollout.agent_roles {', '.join(self.agent_roles)} are of one problem and end together, and "
-                "a sampler with a pool of its own counts groups one by one; set rollout.max_staleness=0, or "
-                "leave the role rollout out of `placement`"
+                f"rollout.agent_roles {', '.join(self.learning_roles)} are of one problem and end together, "
+                "and a sampler with a pool of its own counts groups one by one; set rollout.max_staleness=0, "
+                "freeze all but one by rollout.frozen_roles, or leave the role rollout out of `placement`"
             )
         if self.schedule and not runs_free and not self.agent:
             raise UserError(

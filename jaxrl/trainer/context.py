@@ -29,10 +29,11 @@ from jaxrl.mesh.compilation_cache import keep_programs_of
 from jaxrl.mesh.pools import Placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.rollout_config import FROZEN_ROLE
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.identity import contents_of
 from jaxrl.trainer.resolved import Resolved
-from jaxrl.trainer.role_table import ROLES
+from jaxrl.trainer.role_table import ROLES, check_same_tokens
 from jaxrl.trainer.roles import RoleBuilder, RoleModels, check_role_batches, role_models
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
@@ -171,7 +172,7 @@ def training_prompts(run: RunContext) -> PromptStream | CurriculumStream:
     config, options = run.config, run.config.rollout
     # Partial rollout draws prompts one at a time, as slots fall free.
     of_batch = (
-        1 if options.partial else config.prompts_per_batch // max(1, len(options.agent_roles))
+        1 if options.partial else config.prompts_per_batch // max(1, len(options.learning_roles))
     )
     batches: Any = {"prompts_per_batch": of_batch, "seed": config.seed}
     if config.data.sampler:
@@ -247,3 +248,5 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
         directory = kind.weights(config)
         if directory and role in models.by_role:
             kind.check_tokens(models.by_role[role], tokenizer, directory)
+    for role, name in config.rollout.frozen_roles.items():
+        check_same_tokens(FROZEN_ROLE + role, tokenizer, name)

@@ -24,8 +24,10 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, take_devices
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.user import reward_function
 from jaxrl.rollout.drivers import lookup_driver
+from jaxrl.rollout.rollout_config import FROZEN_ROLE, START
 from jaxrl.tracking.run_folder import split_logger
 from jaxrl.trainer.resolved import Resolved
 from jaxrl.trainer.role_table import ROLES, RoleKind
@@ -146,6 +148,8 @@ def find_everything(resolved: Resolved, kind: RunKind, devices: Sequence[Any]) -
     find_packages(config, faults)
     if path := config.rollout.agent:
         faults("rollout.agent", functools.partial(load_agent, path))
+    for role, name in config.rollout.frozen_roles.items():
+        faults(FROZEN_ROLE + role, functools.partial(_check_frozen, resolved, name))
     demonstrations, pairs, own_tokenizers = None, {}, {}
     if config.sft.num_steps and config.sft.path:
         read_file = functools.partial(read_demonstrations, config.sft.path, source=config.sft.path)
@@ -180,6 +184,29 @@ def check_weights(resolved: Resolved) -> None:
         check_params(config.weights, model)
     if config.adapter:
         check_adapter(config.adapter, model)
+
+
+def _check_frozen(resolved: Resolved, directory: str) -> None:
+    """Raises UserError if the files of a frozen role are missing, damaged, or of another model."""
+    if directory != START:
+        config = resolved.config
+        model = resolved.model_in(directory).for_texts_of(config.longest_sequence)
+        check_same_model(directory, model_of(config, resolved.model_in)[0], model)
+        check_params(directory, model)
+
+
+def check_same_model(directory: str, ours: ModelConfig, model: ModelConfig) -> None:
+    """Raises UserError if the model of a frozen role differs from `ours`, the policy's."""
+    # The others are settings of a run.
+    names = sorted(vars(ours).keys() - {"num_tokens", "lora"})
+    for name in names:
+        there, here = getattr(model, name), getattr(ours, name)
+        if there != here:
+            raise UserError(
+                f"{directory} has model.{name} {there}, and the policy {here}; weights of a frozen role run "
+                "in the policy's programs: name a checkpoint of the same model, or serve this one by `jaxrl "
+                "serve` and ask it there (docs/agents.md)"
+            )
 
 
 def find_packages(config: Config, faults: Faults) -> None:

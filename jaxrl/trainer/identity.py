@@ -17,6 +17,7 @@ from jaxrl.config.config_tree import flatten_config, format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import fingerprint, open_file
+from jaxrl.rollout.rollout_config import FROZEN_ROLE
 from jaxrl.tracking.run_folder import CONTENT, parse_config
 from jaxrl.user_code import bundled_file, names_function, source_digest
 
@@ -83,7 +84,8 @@ def contents_of(config: Config) -> dict[str, str]:
     found = {}
     for name, value in flatten_config(config).items():
         if isinstance(value, str) and value and not _is_free(name):
-            found[name] = _digest(value, inputs, may_be_folder=name.endswith(_FOLDERS))
+            is_folder = name.endswith(_FOLDERS) or name.startswith(FROZEN_ROLE)
+            found[name] = _digest(value, inputs, may_be_folder=is_folder)
     return {name: digest for name, digest in found.items() if digest}
 
 

@@ -34,7 +34,7 @@ from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_files import check_folder, keep_run_files
 from jaxrl.trainer.run_rewards import graders_of
-from jaxrl.trainer.supervised import fine_tuned
+from jaxrl.trainer.supervised import fine_tuned, freeze_roles, load_or_init
 
 
 def start(config: Config) -> None:
@@ -98,6 +98,8 @@ def fine_tune(run: RunContext, stop: StopSignal) -> None:
     grades = fine_tuning(run.config).grades
     actor = fine_tuned(run, stop, samples=grades)
     graders = graders_of(run.config, run.problems.settings)
+    if grades:
+        freeze_roles(actor, run, lambda: load_or_init(run))
     metrics = Evaluation(run, graders)(actor, "after") if grades else {}
     graders.close()
     if metrics and hosts.is_first():
@@ -108,6 +110,7 @@ def fine_tune(run: RunContext, stop: StopSignal) -> None:
 def weight_fingerprints(config: Config) -> dict[str, str]:
     """A digest of each folder of weights that a config names, as far as they are on this machine."""
     named = [config.weights, config.adapter, *(kind.weights(config) for kind in ROLES.values())]
+    named += config.rollout.frozen_roles.values()
     folders = sorted({path for path in named if os.path.isdir(path)})
     # Only what a run reads: a note beside the weights of one host does no harm.
     return {x: fingerprint(pathlib.Path(x), "*.json", "*.safetensors") for x in folders}

@@ -43,7 +43,7 @@ from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
 from jaxrl.trainer.run_step import RunSampling, StepState, build_step, recorded_schedule
-from jaxrl.trainer.supervised import keep_reference, start_from, starting_params
+from jaxrl.trainer.supervised import freeze_roles, keep_reference, start_from, starting_params
 
 
 def reinforce(run: RunContext, stop: StopSignal) -> None:
@@ -128,11 +128,13 @@ class RlStage(TrainingStage):
         for name, role in self._roles.others.items():
             if directory := ROLES[name].weights(self._run.config):
                 ROLES[name].load(role, self._run.models.by_role[name], directory)
+        starting = functools.cache(self._starting_params)
+        freeze_roles(self._roles.actor, self._run, starting)
         if record is None:
-            start_from(self._roles, self._starting_params(), self._run)
+            start_from(self._roles, starting(), self._run)
             return
         if self._roles.reference is not None:
-            keep_reference(self._roles, self._starting_params())
+            keep_reference(self._roles, starting())
         self._state.restore(record)
         self._sampling.sampler.restore(record["sampling"], self.prompts)
 

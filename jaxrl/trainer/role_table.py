@@ -315,18 +315,7 @@ class TeacherKind(RoleKind):
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
         # The teacher gives probabilities of token ids, so these have to mean the same. It may have more.
         super().check_tokens(model, policy, directory)
-        if not (pathlib.Path(directory) / "tokenizer.json").exists():
-            return
-        theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
-        ours = policy.backend.get_vocab(with_added_tokens=True)
-        differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-        if differing:
-            token = differing[0]
-            raise UserError(
-                f"{self.setting} {directory} has another tokenizer: {len(differing):,} of the policy's "
-                f"{len(ours):,} tokens have another id there, such as {token!r}, {ours[token]} here and "
-                f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
-            )
+        check_same_tokens(self.setting, policy, directory)
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
         return role and TeacherPhase(role, parts.actor, parts.timer)
@@ -341,6 +330,22 @@ ROLES: Mapping[str, RoleKind] = {
     "cost": CostKind(),
     "teacher": TeacherKind(),
 }
+
+
+def check_same_tokens(setting: str, policy: Tokenizer, directory: str) -> None:
+    """Raises UserError if the tokenizer in a directory has other ids than the policy's."""
+    if not (pathlib.Path(directory) / "tokenizer.json").exists():
+        return
+    theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
+    ours = policy.backend.get_vocab(with_added_tokens=True)
+    differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if differing:
+        token = differing[0]
+        raise UserError(
+            f"{setting} {directory} has another tokenizer: {len(differing):,} of the policy's "
+            f"{len(ours):,} tokens have another id there, such as {token!r}, {ours[token]} here and "
+            f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
+        )
 
 
 def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -> None:

@@ -30,6 +30,7 @@ from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
+from jaxrl.rollout.rollout_config import START
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.identity import check_sft_stage, sft_settings
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
@@ -84,6 +85,19 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
         critic.start_from(first)
     # Last, because it donates the weights that the others have copied.
     roles.actor.start_from(params)
+
+
+def freeze_roles(actor: Actor, run: RunContext, starting: Callable[[], Params]) -> None:
+    """Gives the sampler the weights of the roles of an agent that do not learn."""
+    config = run.config
+    for name in sorted({*config.rollout.frozen_roles.values()}):
+        if name == START:
+            params = starting()
+        else:
+            of_files = dataclasses.replace(config, weights=name, adapter="")
+            resolved = dataclasses.replace(run.resolved, config=of_files)
+            params = load_or_init(dataclasses.replace(run, resolved=resolved))
+        actor.freeze(name, copied(params, actor))
 
 
 def keep_reference(roles: Roles, params: Params) -> None:

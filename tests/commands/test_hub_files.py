@@ -13,6 +13,7 @@ from jaxrl.data.data_config import DataConfig, EvaluationSourceConfig, SourceCon
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.rewards.reward_config import RewardConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl_hub.downloads import Hub
 
 ROWS = b'{"problem": "1+1", "answer": "2"}\n'
@@ -65,6 +66,13 @@ def test_names_become_paths(server):
         dataclasses.replace(CONFIG, weights="")
     )
     assert with_hub_files(found, jax.devices()[:1]) is found
+
+
+def test_weights_of_frozen_roles_become_paths(server):
+    frozen = {"b": "me/tiny", "c": "start"}
+    rollout = RolloutConfig(agent="a.py:a", agent_roles=("a", "b", "c"), frozen_roles=frozen)
+    found = with_hub_files(Config(rollout=rollout)).rollout.frozen_roles
+    assert found["c"] == "start" and "model.safetensors" in names(found["b"])
 
 
 def test_all_that_is_missing_is_told_before_any_download(server):

@@ -324,6 +324,8 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
     (tmp_path / "empty_answer.jsonl").write_text('{"problem": "x", "answer": "$$"}\n')
     (tmp_path / "run" / "model").mkdir(parents=True)
     model, sets = ["--model", directory], ["--set", problems[0]]
+    frozen = {"agent": "a.py:a", "agent_roles": ("a", "b"), "frozen_roles.b": "start"}
+    frozen = [f"--config.rollout.{name}={value}" for name, value in frozen.items()]
     faults = {
         "does not exist": ["--model", tmp_path / "missing", *sets],
         "is a file": ["--model", problems[0], *sets],
@@ -341,6 +343,7 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         "needs 16": [*model, *sets, "--config.mesh.train=1-1-16"],
         "rollout.slots": [*model, *sets, "--config.mesh.train=1-1-2", "--config.rollout.slots=3"],
         "cannot write": [*model, *sets, "--out", "/dev/null/x"],
+        "'start' is the weights that a run starts": [*model, *sets, *frozen],
         "unknown setting": [*model, *sets, "--config.rollout.slotz=3"],
     }
     for message, arguments in faults.items():

@@ -1,5 +1,6 @@
 """The live loop: each request gets the samples of a batch, whatever arrives, ends and changes beside it."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -79,6 +80,34 @@ def assert_heard(heard: Heard, completions: Completions, n: int, num_samples: in
         assert_close(heard.joined("logprob", k), completions.rollout_logprob[b], scale=1)
         assert_close(heard.joined("entropy", k), completions.entropy[b], scale=1)
         assert (heard.end(k) is End.FULL) == completions.truncated_B[b]
+
+
+@pytest.mark.parametrize("case", ["few pages", pytest.param("contiguous", marks=pytest.mark.long)])
+def test_frozen_weights_answer_beside_those_that_change(case, monkeypatch):
+    greedy(monkeypatch)
+    backend, prompts = backend_of(**CASES[case]), prompts_of(0)
+    before = backend.params
+    other = jax.tree.map(lambda x: 2 * x, before)
+    of_start = backend.generate(prompts, OPTIONS)
+    live = backend.live(version=1, frozen={"start": before})
+    backend.load(other)
+    live.renew(other, 2)
+    heard, tickets = {name: [Heard() for _ in prompts.ids_N] for name in ("start", "")}, []
+    for name, some in heard.items():
+        requests = (dataclasses.replace(request_of(prompts, n), weights=name) for n in range(5))
+        tickets = live.submit_all([*zip(requests, some, strict=True)])
+    live.turn()
+    live.cancel(tickets[4])
+    live.pause()
+    drain(live)
+    for n in range(5):
+        assert_heard(heard["start"][n], of_start, n)
+    now = backend.generate(prompts, OPTIONS)
+    for n in range(4):
+        assert_heard(heard[""][n], now, n)
+        assert {*heard[""][n].versions()} == {2}
+    assert heard["start"][0].joined("tokens").tolist() != now.tokens[0].tolist()
+    assert live.load == (0, 0) and live.counts.running == 0
 
 
 @pytest.mark.parametrize(

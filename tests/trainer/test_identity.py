@@ -141,6 +141,14 @@ def test_a_file_with_other_content_makes_another_run(here, file, setting):
     check_folder(made())
 
 
+def test_other_weights_of_a_frozen_role_make_another_run(here):
+    config = made(rollout__agent_roles=("a", "b"), rollout__frozen_roles__b="model", weights="")
+    begin(config)
+    (here / "model/model.safetensors").write_text("wEights")
+    with pytest.raises(UserError, match=r"rollout.frozen_roles.b .* has other content"):
+        check_folder(config)
+
+
 @pytest.mark.parametrize(
     "file", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
 )

@@ -143,7 +143,7 @@ async def duet(client, problem):
     # The first role has the key without a name, too: the same request, so the same answer.
     again = await client.chat.completions.create(messages=asked, **TURN)
     assert again.choices[0].message == first.choices[0].message
-    await asyncio.sleep({"soon": 0.3, "late": 1.5}.get(kind, 0.0))
+    await asyncio.sleep({"soon": 0.3, "late": 1.5, "later": 4.0}.get(kind, 0.0))
     if kind == "stranger":
         other = client.with_options(api_key=f"{client.api_key}.judge")
         await other.chat.completions.create(messages=asked, **TURN)

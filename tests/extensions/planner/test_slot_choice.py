@@ -111,6 +111,13 @@ def test_the_compilers_own_figures_decide(first, most, constant, each, stair):
     assert found == most or bytes_with(found + 2) > 100 - stair
 
 
+def test_slots_leave_room_for_those_of_frozen_roles():
+    frozen = {"rollout__frozen_roles__checker": "start"}
+    configs = (config_of("solver_checker_tiny.py", **more) for more in ({}, frozen))
+    alone, both = (with_slots(*on_shapes(x), MEMORY).config.rollout.slots for x in configs)
+    assert 0 < both < alone / 2 + 2
+
+
 def test_rows_that_do_not_divide_are_refused_before_anything_is_compiled():
     def never(*args):
         raise AssertionError("slots are compiled")

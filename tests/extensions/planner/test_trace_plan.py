@@ -103,6 +103,18 @@ def test_weights_for_a_pool_of_the_sampler_are_counted():
     assert sorted(set(received)) == [0, sampler.bytes_per_device]
 
 
+def test_weights_and_slots_of_frozen_roles_are_counted():
+    start = {"rollout__frozen_roles__checker": "start"}
+    both = planned(config_of("solver_checker_tiny", **start))
+    found, alone = sizes(both), sizes(planned(config_of("solver_checker_tiny")))
+    assert found["roles of start, frozen"] == found["actor in generation"]
+    assert found["roles of start, cache and slots"] == found["KV cache and slots"] > 0
+    assert found.keys() - alone.keys() == {
+        "roles of start, frozen",
+        "roles of start, cache and slots",
+    }
+
+
 def test_roles_on_the_same_devices_are_counted():
     model = config_of("ppo_tiny").model
     found = sizes(plan_of("ppo_tiny"))
