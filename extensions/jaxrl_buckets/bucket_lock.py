@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxrl.errors import UserError
 
-BEAT_S, _STALE_S = 15.0, 90.0
+BEAT_S, STALE_S = 15.0, 90.0
 
 
 class LockLost(Exception):
@@ -61,8 +61,8 @@ class BucketLock:
         """
         seen, since_s = None, time.monotonic()
         while True:
-            number, holder = self._newest()
-            is_stale = holder == seen and time.monotonic() - since_s > _STALE_S
+            number, holder = self.newest()
+            is_stale = holder == seen and time.monotonic() - since_s > STALE_S
             if not number or is_stale or _has_ended(holder):
                 if self._put_first(number + 1):
                     self.number, self.before = number + 1, number
@@ -76,7 +76,7 @@ class BucketLock:
                 )
             if seen is None:
                 print(
-                    f"{self._url} was last held by {holder['owner']}; waiting up to {_STALE_S:.0f} s "
+                    f"{self._url} was last held by {holder['owner']}; waiting up to {STALE_S:.0f} s "
                     "for a sign of it",
                     file=sys.stderr,
                     flush=True,
@@ -92,7 +92,7 @@ class BucketLock:
           LockLost: another run has taken the lock.
         """
         with self._one_at_a_time:
-            number, holder = self._newest()
+            number, holder = self.newest()
             if holder.get("id") != self._id:
                 raise LockLost(holder.get("owner", "somebody who has removed it"))
             self._about |= {"state": state, "beat": self._about["beat"] + 1}
@@ -111,7 +111,8 @@ class BucketLock:
         # It may be ours although the answer was lost. And a store that knows no conditions keeps the last.
         return json.loads(self._system.cat_file(path))["id"] == self._id
 
-    def _newest(self) -> tuple[int, dict[str, Any]]:
+    def newest(self) -> tuple[int, dict[str, Any]]:
+        """Number of the holder, and what it says of itself; 0 and nothing if there is none."""
         while True:
             paths = self._paths()
             if not paths:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import local_folder
 from jaxrl.mesh import hosts
-from jaxrl_buckets.mirror import NOTE
 
 
 @contextlib.contextmanager
@@ -38,31 +41,61 @@ def mirrored(config: Config) -> Iterator[None]:
         )
     if ".." in url.split("/"):
         raise UserError(f"run.output = {config.run.output!r}: write the address without ..")
+    hosts.disks_apart = _are_apart(folder)
+    parts, me = hosts.num_processes() if hosts.disks_apart else 1, jax.process_index()
     mirrors: list[subprocess.Popen[str]] = []
-    hosts.on_first(lambda: mirrors.append(_started(config, url)))
-    notes = hosts.gather(lambda: (folder / NOTE).read_text() if (folder / NOTE).exists() else "")
+
+    def start(lock: int = 0) -> int:
+        process, lock = _started(config, url, parts, me, lock)
+        mirrors.append(process)
+        return lock
+
     try:
-        if len({*notes}) > 1:
-            raise UserError(
-                f"the processes of this run do not share {folder}; let XDG_CACHE_HOME name a folder on a "
-                "disk that all hosts share"
-            )
+        lock = hosts.on_first(start)
+        if hosts.disks_apart:
+            hosts.gather(lambda: lock if hosts.is_first() else start(lock))
         yield
     except BaseException:
         # The error of the run is the one to tell.
         with contextlib.suppress(UserError):
             _end(mirrors, config, url, quiet=False)
         raise
+    finally:
+        hosts.disks_apart = False
     # Collective: no process ends before the bucket has all.
     hosts.on_first(lambda: _end(mirrors, config, url))
+    # Those of other hosts end with the lock.
+    if not hosts.is_first():
+        _end(mirrors, config, url)
 
 
-def _started(config: Config, url: str) -> subprocess.Popen[str]:
+def _are_apart(folder: pathlib.Path) -> bool:
+    """Whether each process has a disk of its own, and not all the same one. Collective."""
+    run = hosts.on_first(lambda: uuid.uuid4().hex)
+    # Each is looked for by its name: a listing of a disk on the network may be an old one.
+    marks = [folder.parent / f".process.{i}.{run}" for i in range(hosts.num_processes())]
+    own = marks[jax.process_index()]
+    own.parent.mkdir(parents=True, exist_ok=True)
+    hosts.gather(own.touch)
+    seen = hosts.gather(lambda: sum(mark.exists() for mark in marks))
+    own.unlink()
+    if {*seen} not in ({1}, {len(seen)}):
+        raise UserError(
+            f"some processes of this run share {folder}, and others do not; start one process on each host, "
+            "or let XDG_CACHE_HOME name a folder on a disk that all hosts share"
+        )
+    return len(seen) > 1 and seen[0] == 1
+
+
+def _started(
+    config: Config, url: str, parts: int, part: int, lock: int
+) -> tuple[subprocess.Popen[str], int]:
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     owner = f"process {os.getpid()} on {socket.gethostname()}, started {started}"
     folder, keep = str(config.run_folder.path), str(config.run.keep_checkpoints)
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxrl_buckets.mirror", url, folder, keep, owner],
+        [sys.executable, "-m", "jaxrl_buckets.mirror", url, folder, keep, owner]
+        + [str(x) for x in (parts, part, lock)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -73,7 +106,7 @@ def _started(config: Config, url: str) -> subprocess.Popen[str]:
     if answer is None or "error" in answer:
         with process:
             raise UserError(answer["error"] if answer else f"{url}: its mirror has ended")
-    return process
+    return process, answer["number"]
 
 
 def _end(

@@ -22,7 +22,11 @@ MANIFEST = re.compile(r"(?P<stage>.*/)checkpoints\.manifests/(?P<step>\d+)\.json
 """Name of a manifest."""
 
 _CHECKPOINT = re.compile(r"(?P<stage>.*/)checkpoints/(?P<step>\d+)/.+")
-_BESIDE_ROWS = re.compile(r"lock/|(.*/)?checkpoints(\.manifests|\.damaged)?/")
+PARTS_OF_HOSTS = "parts/"
+"""Folder of the manifests of what one host has of a checkpoint."""
+PART = "../../hosts"
+"""Key of such a manifest, as `tracking.checkpoints` has it."""
+_BESIDE_ROWS = re.compile(r"(lock|parts)/|(.*/)?checkpoints(\.manifests|\.damaged)?/")
 _BESIDE_WEIGHTS = re.compile(r"config\.txt|(model|inputs)/.*")
 _BLOCK_BYTES = 2**20
 
@@ -37,6 +41,10 @@ class StepName(NamedTuple):
     def manifest(self) -> str:
         return f"{self.stage}checkpoints.manifests/{self.step}.json"
 
+    def part(self, lock: int, process: int) -> str:
+        """Object with the manifest of what one process has of it, under a number of the lock."""
+        return f"{PARTS_OF_HOSTS}{lock}.{process}/{self.stage}{self.step}.json"
+
     @property
     def folder(self) -> str:
         return f"{self.stage}checkpoints/{self.step}/"
@@ -46,6 +54,12 @@ def manifests_of(names: list[str]) -> list[StepName]:
     """The checkpoints with a manifest among names of objects, in order."""
     found = filter(None, map(MANIFEST.fullmatch, names))
     return sorted(StepName(x["stage"], int(x["step"])) for x in found)
+
+
+def asked_of(names: list[str]) -> set[StepName]:
+    """The checkpoints of objects below the folder of `StepName.part`."""
+    found = (name.removesuffix(".json").rpartition("/") for name in names)
+    return {StepName(f"{stage}/", int(step)) for stage, _, step in found}
 
 
 def checkpoints_of(names: list[str]) -> list[StepName]:

@@ -161,6 +161,9 @@ def start(config: HostsConfig) -> None:
     atexit.register(leave)
 
 
+# Whether each process has a disk of its own, so that a run's folder has on each only what that one writes.
+disks_apart = False
+
 # The watch of this process during a multi-process run. Global, like JAX's distributed client.
 _watch: HostWatch | None = None
 

@@ -15,6 +15,9 @@ invalidates its own checkpoint only.
     commit    the files of 30 reach the disk, then its manifest     killed here: 20
               the manifest of 10 is removed, then its files         killed here: 30
 
+Processes whose disks are apart (`hosts.disks_apart`) write a part each, with a manifest of that part. The
+union of their files is the checkpoint, so they are plain zarr files: Orbax would merge those of OCDBT.
+
 No checkpoint is removed before a newer one has its manifest. `StoredCheckpoints` only reads, and is safe to
 use while a run writes. `Checkpoints` belongs to the run that holds the folder's lock.
 """
@@ -55,6 +58,8 @@ NO_MANIFEST = "it has no manifest"
 # Key of the checksum of the metric rows. It is their path from the checkpoint, so no file of a checkpoint
 # has the same key.
 _ROWS = "../../metrics.jsonl"
+# Key of the number of a process that has written a part alone: such a checkpoint is never intact by itself.
+_PART = "../../hosts"
 _BLOCK_BYTES = 2**20
 # Item of a checkpoint with the arrays of its record, and the key of an array's place holder.
 _ARRAYS, _ARRAY = "record_arrays", "__array__"
@@ -64,6 +69,10 @@ _LAYERS = "layers"
 VALUE_HEAD = "['score_head']"
 # TensorStore, which writes the arrays for Orbax, reports disk errors in this form.
 _DISK_FAULT = re.compile(r"\bos_error_code='(?P<number>\d+)'")
+# Processes that JAX has waited for in vain, in its own message.
+_LATE = re.compile(r"timed out task names:\s+(?P<processes>[\d\s]*\d)")
+# Warnings of Orbax about plain zarr files that each process writes.
+_MEANT = re.compile("size logging disabled|Skipping merge of OCDBT|Type handler registry")
 _ORBAX_LOGGER = logging.getLogger("absl")
 
 
@@ -132,6 +141,8 @@ class StoredCheckpoints:
             found = _checksums(self.paths.step(step))
         except OSError as error:
             return f"it cannot be read ({error})"
+        if _PART in written:
+            return "its other parts are on other hosts"
         for name, checksum in written.items():
             if name == _ROWS:
                 continue
@@ -228,7 +239,7 @@ class Checkpoints:
         Args:
           newest: step of the newest intact checkpoint, from which the run continues; None for a new stage.
         """
-        hosts.on_first(lambda: self._prepare(newest))
+        (hosts.gather if hosts.disks_apart else hosts.on_first)(lambda: self._prepare(newest))
         if self._manager is not None:
             self._manager.reload()
 
@@ -338,10 +349,16 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        # Turns disk errors inside the block into UserErrors.
+        # Turns disk errors, and waits in vain for other processes, inside the block into UserErrors.
         try:
             yield
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+            if late := _LATE.search(str(error.__cause__ or error)):
+                raise UserError(
+                    f"a checkpoint in {self.stored.paths.path} waited in vain for process "
+                    f"{', '.join(late['processes'].split())}; look at its log and its disk, and start the "
+                    "command again on all hosts"
+                ) from error
             reason = _disk_fault(error)
             if reason is None:
                 raise
@@ -422,13 +439,18 @@ class Checkpoints:
     def _commit(self, step: int, rows: RowChecksum | None) -> None:
         # Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread.
         self._open().wait_until_finished()
-        if not hosts.is_first():
+        if not hosts.is_first() and not hosts.disks_apart:
             return
         paths = self.stored.paths
         checkpoint = paths.step(step)
+        if hosts.disks_apart:
+            # A process without states has an empty part.
+            checkpoint.mkdir(exist_ok=True)
         checksums = _checksums(checkpoint)
         if rows is not None:
             checksums[_ROWS] = list(rows)
+        if hosts.disks_apart:
+            checksums[_PART] = [jax.process_index()]
         # Files first, then the manifest: a power cut may reorder what is not flushed.
         for path in (*checkpoint.rglob("*"), checkpoint, paths.path):
             sync(path)
@@ -453,7 +475,7 @@ class Checkpoints:
                 # collective on the devices in the middle of training.
                 first = min(self._active)
                 together = ocp.options.MultiprocessingOptions(
-                    primary_host=first,
+                    primary_host=None if hosts.disks_apart else first,
                     active_processes=self._active,
                     barrier_sync_key_prefix=f"from{first}",
                 )
@@ -464,8 +486,27 @@ class Checkpoints:
                 lightweight_initialize=True,
                 multiprocessing_options=together,
             )
-            self._manager = ocp.CheckpointManager(self.stored.paths.path, options=options)
             _ORBAX_LOGGER.addFilter(_is_no_disk_fault)
+            registry = None
+            if hosts.disks_apart:
+                # Orbax's own handler of arrays has one store of metadata for the whole process. Every handler
+                # that is made, to read too, sets the store's primary host, and processes besides it wait for
+                # a folder that it makes: on its own disk.
+                ocp.type_handlers.register_type_handler(
+                    jax.Array, ocp.type_handlers.ArrayHandler(primary_host=None), override=True
+                )
+                standard = ocp.StandardCheckpointHandler(
+                    use_ocdbt=False, multiprocessing_options=together
+                )
+                record = ocp.JsonCheckpointHandler(multiprocessing_options=together)
+                registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+                for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
+                    registry.add(None, args, standard)
+                for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
+                    registry.add(None, args, record)
+            self._manager = ocp.CheckpointManager(
+                self.stored.paths.path, options=options, handler_registry=registry
+            )
         return self._manager
 
 
@@ -500,9 +541,11 @@ def _disk_fault(error: BaseException | None) -> str | None:
 
 
 def _is_no_disk_fault(record: logging.LogRecord) -> bool:
-    # Log filter that drops disk errors.
+    # Log filter that drops disk errors, and warnings of what is meant for disks apart.
     #
     # Each Orbax thread logs the error with a traceback and also raises it. The raised error becomes one line.
+    if hosts.disks_apart and _MEANT.search(str(record.msg)):
+        return False
     return not record.exc_info or _disk_fault(record.exc_info[1]) is None
 
 

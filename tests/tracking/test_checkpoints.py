@@ -8,10 +8,12 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tokens import prompts_of
 
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.roles.learner import TrainState
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
@@ -308,3 +310,40 @@ def test_unfinished_groups_come_back_to_the_bit(tmp_path):
             path.write_bytes(path.read_bytes()[:-1])
             break
     assert StoredCheckpoints(tmp_path / "checkpoints").newest_intact() is None
+
+
+def test_readers_do_not_stop_hosts_with_disks_of_their_own(monkeypatch, tmp_path):
+    arrays = ocp.type_handlers.get_type_handler(jax.Array)
+    monkeypatch.setattr(arrays._array_metadata_store, "_write_timeout_secs", 3)
+    monkeypatch.setattr(hosts, "disks_apart", True)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
+    checkpoints.prepare(None)
+    save(checkpoints, 1)
+    # As of any reader on a host besides the primary one, such as `StoredCheckpoints.shapes`.
+    another = ocp.options.MultiprocessingOptions(primary_host=1)
+    ocp.PyTreeCheckpointHandler(multiprocessing_options=another)
+    try:
+        save(checkpoints, 2)
+    finally:
+        ocp.PyTreeCheckpointHandler()
+        checkpoints.close()
+        ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
+
+
+def test_a_process_that_writes_nothing_is_named(monkeypatch, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
+    checkpoints.prepare(None)
+    save(checkpoints, 1)
+
+    def wait_in_vain():
+        late = (
+            "DEADLINE_EXCEEDED: Barrier timed out. Some timed out task names:\n2\n3\n\n\nRPC: /xla"
+        )
+        raise TimeoutError("async_write_complete") from jax.errors.JaxRuntimeError(late)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints._open(), "wait_until_finished", wait_in_vain)
+        checkpoints._committing = checkpoints._committer.submit(checkpoints._commit, 1, None)
+        with pytest.raises(UserError, match=r"waited in vain for process 2, 3; look at its log"):
+            checkpoints.wait()
+    checkpoints.close()

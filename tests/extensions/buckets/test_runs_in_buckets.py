@@ -12,11 +12,11 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.files import local_folder
-from jaxrl_buckets import bucket_lock, mirror
+from jaxrl_buckets import bucket_lock, mirror, run_output
 from jaxrl_buckets.bucket_lock import BucketLock, LockLost
-from jaxrl_buckets.mirror import Mirror
+from jaxrl_buckets.mirror import Mirror, PartMirror
 from jaxrl_buckets.paths_of_commands import with_local_paths
-from jaxrl_buckets.stored_runs import read_run
+from jaxrl_buckets.stored_runs import StepName, read_run
 
 URL = "memory://b/run"
 
@@ -117,7 +117,7 @@ def test_a_lost_host_loses_the_lock(store, monkeypatch, capsys):
     holder, second = lock_of(store, "process 7 on far"), lock_of(store, "second")
     holder.take()
     monkeypatch.setattr(bucket_lock, "_machine", lambda: "")
-    monkeypatch.setattr(bucket_lock, "_STALE_S", 0.5)
+    monkeypatch.setattr(bucket_lock, "STALE_S", 0.5)
     second.take()
     assert "last held by process 7 on far; waiting" in capsys.readouterr().err
     with pytest.raises(LockLost, match="second"):
@@ -327,3 +327,107 @@ def test_a_run_in_a_bucket_has_a_folder_in_the_cache(address, folder, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert local_folder(address) == tmp_path / "jaxrl/runs" / folder
     assert local_folder("runs") == pathlib.Path("runs")
+
+
+def two_hosts(store, folder: pathlib.Path) -> tuple[Mirror, PartMirror]:
+    """A run on two hosts with a disk each, which has begun."""
+    disks = [folder / "a", folder / "b"]
+    for disk in disks:
+        disk.mkdir(exist_ok=True)
+    first = Mirror(URL, disks[0], 2, lock_of(store, "a"), parts=2)
+    first.lock.take()
+    first.open()
+    number = first.lock.number
+    second = PartMirror(URL, disks[1], 2, lock_of(store, "b"), parts=2, part=1, number=number)
+    second.open()
+    return first, second
+
+
+def save_parts(first: pathlib.Path, second: pathlib.Path, step: int) -> None:
+    """A checkpoint of which each host has one file, and both have the record, with other bytes."""
+    for host, name in enumerate((first, second)):
+        save(name, step, b"part %d" % host)
+        (name / f"rl/checkpoints/{step}/actor/d/0").rename(
+            name / f"rl/checkpoints/{step}/actor/d/{host}"
+        )
+        path = name / f"rl/checkpoints.manifests/{step}.json"
+        sums = json.loads(path.read_text())
+        sums[f"actor/d/{host}"] = sums.pop("actor/d/0")
+        path.write_text(json.dumps(sums | {"../../hosts": [host]}))
+
+
+def send_both(first: Mirror, second: PartMirror) -> None:
+    sends = threading.Thread(target=first.send, kwargs={"everything": True})
+    sends.start()
+    while sends.is_alive():
+        second.send(everything=False)
+        sends.join(0.05)
+
+
+def test_two_hosts_bring_their_parts(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mirror, "_ASK_S", 0.01)
+    first, second = two_hosts(store, tmp_path)
+    save_parts(tmp_path / "a", tmp_path / "b", 10)
+    send_both(first, second)
+    whole = json.loads(store.cat_file("/b/run/rl/checkpoints.manifests/10.json"))
+    assert whole.keys() == {"actor/d/0", "actor/d/1", "record", "../../metrics.jsonl"}
+    assert not names(store, "parts")
+    # The second host is lost before it has sent its part of step 20.
+    save_parts(tmp_path / "a", tmp_path / "b", 20)
+    monkeypatch.setattr(mirror, "_PATIENCE_S", 0.05)
+    with pytest.raises(UserError, match="process 1 sends no part of rl/checkpoints/20/"):
+        first.send(everything=True)
+    # Or the end would wait again and again.
+    before_s = first.progress.at_s
+    with pytest.raises(UserError, match="process 1 sends no part"):
+        first._with_parts(StepName("rl/", 20), {})
+    assert first.progress.at_s == before_s
+    assert steps_in(store) == ["10.json"]
+    first.lock.beat("released")
+    two_hosts(store, tmp_path)
+    assert f"{URL}/rl/checkpoints/20/ is half written" in capsys.readouterr().err
+    for disk in ("a", "b"):
+        files = sorted(x.name for x in (tmp_path / disk / "rl/checkpoints/10/actor/d").iterdir())
+        assert files == ["0", "1"] and not (tmp_path / disk / "rl/checkpoints/20").exists()
+        # What the bucket lacks is kept.
+        assert len([*tmp_path.glob(f"{disk}.aside.*/rl/checkpoints/20")]) == 1
+
+
+def test_a_step_that_a_host_has_no_more_is_left_out(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mirror, "_ASK_S", 0.01)
+    first, second = two_hosts(store, tmp_path)
+    save_parts(tmp_path / "a", tmp_path / "b", 10)
+    drop(tmp_path / "b", 10)
+    second.ended.set()
+    send_both(first, second)
+    assert "rl/checkpoints/10/ is left out" in capsys.readouterr().err
+    assert not steps_in(store) and not names(store, "rl/checkpoints/10") and not first.left()
+
+
+def test_the_mirror_of_a_part_ends_with_the_first_one(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "_ASK_S", 0.01)
+    monkeypatch.setattr(mirror, "STALE_S", 0.3)
+    _, second = two_hosts(store, tmp_path)
+    second.ended.set()
+    # Nobody counts up in the lock.
+    thread = threading.Thread(target=second.run)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_apart"), [([1, 1, 1], True), ([3, 3, 3], False), ([2, 2, 1], None)]
+)
+def test_processes_share_a_disk_all_or_none(seen, is_apart, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_output.hosts, "num_processes", lambda: 3)
+    monkeypatch.setattr(run_output.hosts, "on_first", lambda function: function())
+    monkeypatch.setattr(run_output.hosts, "gather", lambda function: (function(), seen)[1])
+    if is_apart is None:
+        with pytest.raises(
+            UserError, match="others do not; start one process on each host, or let XDG"
+        ):
+            run_output._are_apart(tmp_path / "seed0")
+    else:
+        assert run_output._are_apart(tmp_path / "seed0") == is_apart
+    assert not [*tmp_path.iterdir()]
