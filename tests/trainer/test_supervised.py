@@ -150,6 +150,24 @@ def sharing(config: Config, **changed) -> Config:
     return dataclasses.replace(config, name="other", sft=sft)
 
 
+@pytest.fixture(scope="module")
+def shared_stage(tmp_path_factory):
+    """The config of a run that made an SFT stage, which another has read, and other weights."""
+    folder = tmp_path_factory.mktemp("shared")
+    config = make_config(folder, [json.dumps(row) for row in ROWS])
+    assert program.train(config, devices=jax.devices()[:1], report=write_report) == 0
+    before = (config.sft_folder.metrics).read_bytes()
+    # What no weight depends on may differ.
+    same = dataclasses.replace(sharing(config, save_every=1), optim=OptimConfig(lr=3e-5))
+    assert program.train(same, devices=jax.devices()[:1], report=write_report) == 0
+    assert config.sft_folder.metrics.read_bytes() == before
+    # Other weights of the same shape.
+    weights = folder / "weights"
+    save_checkpoint(init_params(MODEL, jax.random.key(1)), MODEL, weights, dtype="float32")
+    shutil.copytree(config.run_folder.model, weights, dirs_exist_ok=True)
+    return config, weights
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -166,17 +184,9 @@ def sharing(config: Config, **changed) -> Config:
         (lambda c, weights: dataclasses.replace(sharing(c), weights=weights), "weights: '' -> "),
     ],
 )
-def test_a_shared_stage_of_other_settings_is_refused(tmp_path, change, message):
-    config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    assert program.train(config, devices=jax.devices()[:1], report=write_report) == 0
+def test_a_shared_stage_of_other_settings_is_refused(shared_stage, change, message):
+    config, weights = shared_stage
     before = (config.sft_folder.metrics).read_bytes()
-    # What no weight depends on may differ.
-    same = dataclasses.replace(sharing(config, save_every=1), optim=OptimConfig(lr=3e-5))
-    assert program.train(same, devices=jax.devices()[:1], report=write_report) == 0
-    # Other weights of the same shape.
-    weights = tmp_path / "weights"
-    save_checkpoint(init_params(MODEL, jax.random.key(1)), MODEL, weights, dtype="float32")
-    shutil.copytree(config.run_folder.model, weights, dirs_exist_ok=True)
     other = change(config, str(weights))
     with pytest.raises(UserError, match=f"made with other settings .*{re.escape(message)}"):
         program.train(other, devices=jax.devices()[:1], report=write_report)
