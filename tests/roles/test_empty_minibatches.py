@@ -1,5 +1,6 @@
 """Minibatches without a trained token: no NaN, no update, and no zeros in means."""
 
+import functools
 import math
 
 import jax
@@ -10,6 +11,7 @@ from meshes import mesh_of
 from small import actor_on, whole_rows
 
 from jaxrl.roles.losses import CorrectionConfig, policy
+from jaxrl.roles.policy import Actor
 from jaxrl.types import TrainBatch
 
 
@@ -31,23 +33,29 @@ def batches(empty: tuple[int, ...], num: int = 2) -> TrainBatch:
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+CLIPPED = policy("clipped", CLIP)
 OBJECTIVES = {
-    "plain": {"entropy_coef": 0.01, "kl_coef": 0.1},
-    "bypass": {
-        "correction": CorrectionConfig(
+    "plain": policy("clipped", CLIP, entropy_coef=0.01, kl_coef=0.1),
+    "bypass": policy(
+        "policy_gradient",
+        {},
+        correction=CorrectionConfig(
             bypass=True, weights="token", normalize=True, reject={"token_k3": 9.0}
-        )
-    },
+        ),
+    ),
 }
 
 
+@functools.cache
+def actor_of(layout: str = "1-1-1") -> Actor:
+    """One actor for each layout, whose programs all tests share."""
+    return actor_on(mesh_of(layout))
+
+
 def updated(batch: TrainBatch, name: str, layout: str = "1-1-1") -> dict[str, float]:
-    actor = actor_on(mesh_of(layout))
+    actor = actor_of(layout)
     actor.init()
-    loss = "clipped" if name == "plain" else "policy_gradient"
-    metrics = actor.update(
-        actor.place(batch), policy(loss, CLIP if name == "plain" else {}, **OBJECTIVES[name])
-    )
+    metrics = actor.update(actor.place(batch), OBJECTIVES[name])
     return {key: float(x) for key, x in metrics.items()}
 
 
@@ -73,9 +81,9 @@ def test_an_update_without_trained_tokens_has_finite_metrics(name, layout):
 
 @pytest.mark.parametrize("empty", [(), (0,), (1,)])
 def test_weights_that_are_nan_are_seen_beside_an_empty_minibatch(empty):
-    actor = actor_on(mesh_of("1-1-1"))
+    actor = actor_of()
     actor.init()
     state = actor.for_training()
     actor.state = state.replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
-    metrics = actor.update(actor.place(batches(empty)), policy("clipped", CLIP))
+    metrics = actor.update(actor.place(batches(empty)), CLIPPED)
     assert math.isnan(metrics["loss"]) and math.isnan(metrics["grad_norm"])

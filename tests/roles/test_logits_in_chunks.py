@@ -1,5 +1,7 @@
 """What logits in chunks cost: the memory of a large vocabulary, and the unembedding on several devices."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -67,6 +69,7 @@ def casts(*given, **options) -> int:
     return text.count("(tensor<256x512xf32>) -> tensor<256x512xbf16>")
 
 
+@functools.cache
 def stepped(*given, **options):
     """The loss of a step and how it changes the unembedding."""
     actor = actor_in_chunks(*given, **options)
