@@ -27,7 +27,9 @@ _QUICK_TO_COMPILE = (
     "--xla_cpu_parallel_codegen_split_count=1",
     *([_UNKNOWN_TO_LIBTPU] if jax.__version_info__ < (0, 11) else []),
 )
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
+# Once: workers get what the process that starts them has, and the cache tells programs by them.
+_FLAGS = dict.fromkeys((*os.environ.get("XLA_FLAGS", "").split(), *_QUICK_TO_COMPILE))
+os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
 # As jaxrl.jetstream.engine_adapter has it, which some tests import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # pytest-xdist gives its workers a width of 80, and tables follow it.
