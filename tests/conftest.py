@@ -13,7 +13,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from memory import drop_compiled_programs
+from memory import drop_compiled_programs, keep_what_is_freed
 
 from jaxrl.types import Completions, Prompts, Scored
 
@@ -52,6 +52,8 @@ os.environ["XDG_CACHE_HOME"] = str(_CACHE.with_name("programs"))
 # Two dtypes never meet by accident: a bfloat16 weight cannot quietly become a float32 one.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+keep_what_is_freed()
 
 # A first call compiles, which no deadline fits; without randomness a failure is everyone's failure.
 hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=25, derandomize=True)

@@ -17,6 +17,16 @@ import types
 
 import jax
 
+_GLIBC = platform.libc_ver()[0] == "glibc"
+
+
+def keep_what_is_freed() -> None:
+    """Has glibc keep what was freed for later, where it would give it to the kernel and ask again."""
+    if _GLIBC:
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+        for option, power in ((trim_threshold, 30), (top_pad, 26), (mmap_threshold, 25)):
+            ctypes.CDLL(None).mallopt(option, 2**power)
+
 
 def drop_compiled_programs(
     module: types.ModuleType, *, most_mappings: int = 20_000, most_bytes: int = 2 * 2**30
@@ -37,6 +47,6 @@ def drop_compiled_programs(
             return
     jax.clear_caches()
     gc.collect()
-    if platform.libc_ver()[0] == "glibc":
+    if _GLIBC:
         # It keeps what it was given back, in pieces too small for programs to come.
         ctypes.CDLL(None).malloc_trim(0)
