@@ -338,14 +338,14 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code of jaxrl/": 30_810,
+    "lines of code of jaxrl/": 30_812,
     "files of jaxrl/": 235,
-    "lines of code of its largest package": 5_992,
-    "lines of code that trainer/ imports, itself included": 28_276,
+    "lines of code of its largest package": 5_994,
+    "lines of code that trainer/ imports, itself included": 28_278,
     "files that trainer/ imports, itself included": 203,
     "settings": 206,
     "functions per 1,000 lines of code": 89,
-    "lines of code of extensions/": 22_139,
+    "lines of code of extensions/": 22_140,
     "lines of code of jaxrl_agents": 1_887,
     "lines of code of jaxrl_answers": 2_030,
     "lines of code of jaxrl_browse": 339,
@@ -353,7 +353,7 @@ BUDGETS = {
     "lines of code of jaxrl_cleaning": 216,
     "lines of code of jaxrl_code": 1_547,
     "lines of code of jaxrl_hub": 384,
-    "lines of code of jaxrl_planner": 5_356,
+    "lines of code of jaxrl_planner": 5_357,
     "lines of code of jaxrl_pods": 922,
     "lines of code of jaxrl_proofs": 900,
     "lines of code of jaxrl_report": 754,
