@@ -40,9 +40,12 @@ GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 # Largest number of rows of a tile: enough for the matmul to outweigh reading the weights of its expert.
 _MOST_ROWS = 512
-# Most tokens that all experts are applied to. For so many the products take about three times as long as
-# reading the weights, which tiles read, write and read again.
-MOST_TOKENS_TO_ALL = 2048
+# Most new tokens that all experts are applied to. For so many the products take about as long as what else
+# happens to the weights: tiles read, write and read them again, and on TPUs XLA copies them out of the stack
+# of layers for `ragged_dot`.
+MOST_TOKENS_TO_ALL = {"gpu": 2048, "tpu": 512}
+# The same where a kernel reads the weights where they are.
+_MOST_BESIDE_KERNEL = 512
 # Smallest number of rows of a tile.
 _FEWEST_ROWS = 8
 # Rows of a chunk of tiles. The weights of all its tiles are copied next to each other, so this bounds memory.
@@ -65,19 +68,20 @@ def experts_for(
     a kernel (`kernels.proof`).
     """
     dtype = jnp.dtype(dtype)
-    if device is not None and device.platform == "tpu":
-        return apply_experts
-    # Not `ragged_dot`: on CPU and CUDA, XLA computes every expert on every row, which is 32 times the
-    # operations and memory with 32 experts (jaxlib 0.10.2 to 0.12.0).
-    way, most = apply_experts_in_tiles, MOST_TOKENS_TO_ALL
-    if by_kernel and runs_on(device) and dtype == jnp.bfloat16:
-        way, most = (
-            functools.partial(_apply_experts_by_kernel, device=device),
-            MOST_TOKENS_TO_ALL // 4,
-        )
-    elif equal_tiles:
-        way = functools.partial(way, most_rows=_FEWEST_ROWS)
-    if equal_tiles or device is None or device.platform == "cpu":
+    platform = "cpu" if device is None else device.platform
+    most = MOST_TOKENS_TO_ALL.get(platform)
+    if platform == "tpu":
+        way = apply_experts
+    elif by_kernel and runs_on(device) and dtype == jnp.bfloat16:
+        way = functools.partial(_apply_experts_by_kernel, device=device)
+        most = _MOST_BESIDE_KERNEL
+    else:
+        # Not `ragged_dot`: on CPU and CUDA, XLA computes every expert on every row, which is 32 times the
+        # operations and memory with 32 experts (jaxlib 0.10.2 to 0.12.0).
+        way = apply_experts_in_tiles
+        if equal_tiles:
+            way = functools.partial(way, most_rows=_FEWEST_ROWS)
+    if equal_tiles or not most:
         return way
     return functools.partial(_apply_while_decoding, most=most, otherwise=way)
 
@@ -116,8 +120,9 @@ def apply_all_experts(
 ) -> jax.Array:
     """`apply_experts` with a product of every token and every held expert, most of them times 0.
 
-    A decoding GPU waits for the weights, and reads each once. In tiles it would copy those of each tile
-    first, and ask the host before each chunk: 13.5 GB and 274 times for a token of four layers of gpt-oss.
+    A decoding device waits for the weights, and reads each once. In tiles a GPU would copy those of each tile
+    first, and ask the host before each chunk: 13.5 GB and 274 times for a token of four layers of gpt-oss. A
+    TPU would copy them all out of their stack, 6.4 GB.
     """
     del axes, expert_shards
     num_held = weights["gate"]["weight"].shape[0]

@@ -234,10 +234,10 @@ def test_a_platform_gets_the_way_that_it_compiles_well():
         device = types.SimpleNamespace(platform=platform, compute_capability=capability)
         return experts_for(device, dtype)
 
-    assert way("tpu") is apply_experts
     assert way("cpu") is experts_for(None, "float32") is apply_experts_in_tiles
     # Ampere has no backward kernel, and no GPU one for float32.
     otherwise = lambda *of, **by: way(*of, **by).keywords["otherwise"]  # noqa: E731
+    assert otherwise("tpu") is apply_experts
     assert otherwise("gpu", capability="8.0") is apply_experts_in_tiles
     assert otherwise("gpu", "float32", "9.0") is apply_experts_in_tiles
     has_kernel = importlib.util.find_spec("tokamax") is not None
@@ -248,25 +248,27 @@ def test_a_platform_gets_the_way_that_it_compiles_well():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length", "shards", "applies_all"),
+    ("platform", "tokens", "length", "shards", "applies_all"),
     [
-        (2048, 1, 1, True),
-        (2049, 1, 1, False),
+        ("gpu", 2048, 1, 1, True),
+        ("gpu", 2049, 1, 1, False),
+        ("tpu", 512, 1, 1, True),
+        ("tpu", 513, 1, 1, False),
         # A prompt, or an update.
-        (1, 2, 1, False),
+        ("gpu", 1, 2, 1, False),
         # Of 4 experts that are held one pair needs a quarter.
-        (1, 1, 2, True),
-        (1, 1, 4, False),
+        ("gpu", 1, 1, 2, True),
+        ("gpu", 1, 1, 4, False),
     ],
 )
-def test_a_decoding_gpu_applies_all_experts_if_a_quarter_is_needed(
-    tokens, length, shards, applies_all
+def test_a_decoding_device_applies_all_experts_if_a_quarter_is_needed(
+    platform, tokens, length, shards, applies_all
 ):
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
+    device = types.SimpleNamespace(platform=platform, compute_capability="8.0")
     expert, share = jnp.zeros((tokens, length, 2), jnp.int32), jnp.ones((tokens, length, 2))
     given = (jnp.ones((tokens, length, D)), expert, share, named(*WEIGHTS))
-    apply = functools.partial(experts_for(gpu, "float32"), expert_shards=shards)
-    # Tiles are gathered from the weights.
+    apply = functools.partial(experts_for(device, "float32"), expert_shards=shards)
+    # Rows of pairs, or weights of tiles, are gathered.
     assert ("gather" not in str(jax.make_jaxpr(apply)(*given))) == applies_all
 
 

@@ -305,10 +305,11 @@ class GenerationSimulator:
         weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
         weights_s = weights / self._weights_rate
         flops = slots * numbers.token_flops
-        if model.num_experts and self._cluster.accelerator.platform == "gpu":
+        if model.num_experts:
             # All experts are applied to every token (`models.experts.apply_all_experts`).
             others = 2 * numbers.experts * (1 - model.experts_per_token / model.num_experts)
-            flops += slots * others * (slots * groups.experts.members <= MOST_TOKENS_TO_ALL)
+            most = MOST_TOKENS_TO_ALL[self._cluster.accelerator.platform]
+            flops += slots * others * (slots * groups.experts.members <= most)
         matmuls_s = flops / (p_g * t_g) / self._flops
         cache_s = cached * self._token_bytes(model, p_g, t_g) / self._cache_rate
         scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
