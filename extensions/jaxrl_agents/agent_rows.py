@@ -62,7 +62,7 @@ class Talk:
 
     @staticmethod
     def all_of(session: Session) -> tuple[Talk, ...]:
-        """The talk of each role of an ended session that learns. Nothing is trained of a failed agent."""
+        """The talk of each role that learns. Nothing that a failed agent said is trained on."""
         talks = []
         # A request that came before the end may still change a conversation.
         with session.lock:

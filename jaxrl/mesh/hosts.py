@@ -161,7 +161,7 @@ def start(config: HostsConfig) -> None:
     atexit.register(leave)
 
 
-# Whether each process has a disk of its own, so that a run's folder has on each only what that one writes.
+# Whether each process has a disk of its own: the run's folder there has only what this process writes.
 disks_apart = False
 
 # The watch of this process during a multi-process run. Global, like JAX's distributed client.

@@ -613,14 +613,14 @@ class Decoder(nnx.Module):
         ]
 
     def vectors_joined(self) -> tuple[Any, Callable[[Any], Any]] | None:
-        """The weights of the stack with biases and scales of one kind as one array, and who takes them apart.
+        """The weights of the stack, biases and scales of one kind as one array, and a function to split them.
 
         A TPU slices each array of a stack with an operation of its own, which takes as long for a vector as
         for a matrix.
 
         Returns:
           (stacks, weights_of): arrays [L, ...]; (slice of `stacks`) -> the weights of that layer, or period.
-          None for a list of layers, of which nothing is sliced.
+          None if the weights are a list of layers: nothing is sliced out of it.
         """
         _, weights = nnx.split(self.layers)
         if are_listed(weights):
