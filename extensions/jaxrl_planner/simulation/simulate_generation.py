@@ -308,7 +308,7 @@ class GenerationSimulator:
         if model.num_experts:
             # All experts are applied to every token (`models.experts.apply_all_experts`).
             others = 2 * numbers.experts * (1 - model.experts_per_token / model.num_experts)
-            most = MOST_TOKENS_TO_ALL[self._cluster.accelerator.platform]
+            most = MOST_TOKENS_TO_ALL.get(self._cluster.accelerator.platform, 0)
             flops += slots * others * (slots * groups.experts.members <= most)
         matmuls_s = flops / (p_g * t_g) / self._flops
         cache_s = cached * self._token_bytes(model, p_g, t_g) / self._cache_rate
