@@ -33,9 +33,9 @@ lm-parts: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) $(PARALLEL)
 
-# What CI runs besides: tests of several seconds each.
+# Tests of several seconds each. PART=0/3 runs those of one third of the files.
 test-long: $(INSTALLED)
-	$(PYTEST) $(PARALLEL) -m "long and not slow and not tpu"
+	$(PYTEST) $(PARALLEL) -m "long and not slow and not tpu" $(if $(PART),--part=$(PART))
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(PARALLEL) -m ""

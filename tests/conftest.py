@@ -7,6 +7,7 @@ device; a fixture would come too late.
 import gc
 import os
 import pathlib
+import zlib
 from collections.abc import Sequence
 
 import hypothesis
@@ -92,8 +93,20 @@ def pytest_collection():
     return result
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]):
+def pytest_addoption(parser: pytest.Parser):
+    parser.addoption("--part", help="K/N: of the test files those of part K of N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Files that take longest begin first, or in the end all processes but one would wait for them."""
+    if part := config.getoption("part"):
+        k, n = map(int, part.split("/"))
+        # By the name, so that a new file moves no other.
+        parts = [zlib.crc32(item.path.name.encode()) % n for item in items]
+        config.hook.pytest_deselected(
+            items=[item for item, its in zip(items, parts, strict=True) if its != k]
+        )
+        items[:] = [item for item, its in zip(items, parts, strict=True) if its == k]
     items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 

@@ -6,6 +6,7 @@ import json
 import compiled_counts
 import pytest
 
+from jaxrl.models import experts
 from jaxrl.models.model_config import ModelConfig
 
 TINY = ModelConfig(
@@ -25,6 +26,20 @@ def test_a_token_of_a_tiny_model_on_a_tpu(monkeypatch, capsys, tmp_path):
     # More than the matmuls of a layer, and most of the two layers and the sampler's together.
     assert 10 < line["kernels_a_layer"] < line["kernels"] / 2
     assert line["logits_passes"] >= 2
+
+
+@pytest.mark.tpu
+def test_a_tpu_copies_no_experts(monkeypatch, capsys, tmp_path):
+    """For `ragged_dot` XLA copies a layer's experts out of their stack, 1.2 GB here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = "--model qwen3-30b-a3b --topology v6e:2x2 --layers 2 --rows 64 --json".split()
+    copied = []
+    for most in (experts.MOST_TOKENS_TO_ALL["tpu"], 0):
+        monkeypatch.setitem(experts.MOST_TOKENS_TO_ALL, "tpu", most)
+        compiled_counts.main(command)
+        copied.append(json.loads(capsys.readouterr().out)["weight_bytes_copied"])
+    assert copied[0] == 0
+    assert copied[1] > 1e9
 
 
 @pytest.mark.skipif(
