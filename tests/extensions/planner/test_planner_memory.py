@@ -27,6 +27,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl_planner.hardware.cluster import Cluster
 from jaxrl_planner.make_plan import trace_plan
 from jaxrl_planner.memory import ResidentBuffers, phase_bytes
+from jaxrl_planner.planned_roles import roles_without_devices
 
 # Parts of its rows hold blocks of 8-bit moments.
 WIDE = dataclasses.replace(TINY, d_model=128, d_ff=256)
@@ -198,9 +199,8 @@ def test_weights_of_generation_are_given_up_for_the_actors_update_alone():
 
 
 def test_trpo_has_no_moments_but_its_critic_has():
-    """The dry run of `trpo_tiny`, and the line about memory at its end."""
     recipe = pathlib.Path(__file__).parents[3] / "configs" / "trpo_tiny.py"
-    plan = trace_plan(load_config(Config, str(recipe), {}))
-    named = {buffers.name for pool in plan.pools for buffers in pool.resident_buffers}
+    roles = roles_without_devices(load_config(Config, str(recipe), {}))
+    named = {buffers.name for pool in roles.pools for buffers in roles.resident_buffers(pool)}
     assert "actor in training" in named and "optimiser state" not in named
     assert "critic, optimiser state" in named
