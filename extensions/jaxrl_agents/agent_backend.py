@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -149,8 +150,7 @@ class AgentBackend:
                     if on_group is not None:
                         for group in self._groups[n].completions:
                             on_group(group)
-        groups = (self._groups.pop(n) for n in own)
-        completions = Completions.concatenate([x for group in groups for x in group.completions])
+        completions = Completions.concatenate([self._groups.pop(n).whole for n in own])
         self.metrics = self.take_metrics()
         return completions
 
@@ -175,13 +175,13 @@ class AgentBackend:
         taken: list[Completions] = []
         enough = False
         while not enough and self.advance(options, more):
-            for completions in (x for group in self.take_finished() for x in group.completions):
-                taken.append(completions)
-                enough |= on_group is not None and bool(on_group(completions))
+            for group in self.take_finished():
+                taken.append(group.whole)
+                enough |= on_group is not None and bool(on_group(taken[-1]))
         self.metrics = self.take_metrics()
         return Rollout(
             Completions.concatenate(taken),
-            tuple(range(len(taken))),
+            tuple(range(len(taken) * len(self._roles))),
             self.unfinished(options),
         )
 
@@ -222,14 +222,12 @@ class AgentBackend:
     def advance(self, options: SamplingOptions, more: More | None) -> bool:
         """Draws prompts, and decodes once unless groups have finished; returns whether there is any group."""
         self._renew(options.step)
-        # Agents wait for tools besides slots, so slots do not limit their number. `more` counts samples of
-        # one role, and a problem has as many of each: so it is asked for one problem at a time.
         if more is not None:
-            G, groups = options.num_samples, self.lasting.values()
+            groups = self.lasting.values()
             unfinished = hosts.on_first(lambda: sum(g.num_samples - len(g.talks) for g in groups))
-            while opened := self._open(more(G, unfinished * len(self._roles)), options):
-                self.lasting |= {n: self._groups[n] for n in opened}
-                unfinished += G * len(opened)
+            # Agents wait for tools besides slots, so slots do not limit their number.
+            opened = self._open(more(sys.maxsize, unfinished), options)
+            self.lasting |= {n: self._groups[n] for n in opened}
         if self.lasting and not self.finished:
             self._turn()
         return bool(self.lasting)

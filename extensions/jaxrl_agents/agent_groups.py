@@ -57,9 +57,8 @@ class AgentGroup:
 
     @property
     def whole(self) -> Completions:
-        """The completions of a finished group of an agent with one role that learns."""
-        (whole,) = self.completions
-        return whole
+        """The completions of all of these roles."""
+        return Completions.concatenate(self.completions)
 
     @property
     def oldest_version(self) -> int:

@@ -87,22 +87,26 @@ async def _work(agent: Callable[..., Any], url: str, key: str) -> None:
     http = _Connections()
     trainer = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT, http_client=http)
     try:
-        while True:
-            given: Any = await trainer.post("/agents/next", cast_to=object, body={})
-            if given.get("closed"):
-                break
-            for session in given["sessions"]:
-                task = asyncio.create_task(_run(agent, trainer, url, session, ended))
-                running[session["key"]] = task
-                task.add_done_callback(lambda _, key=session["key"]: running.pop(key))
-            for stopped in given["stopped"]:
-                if stopped in running:
-                    ended.add(stopped)
-                    running[stopped].cancel()
+        # A task that cannot send how its agent ended raises. It ends the group, and all sessions start again.
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while True:
+                    given: Any = await trainer.post("/agents/next", cast_to=object, body={})
+                    if given.get("closed"):
+                        break
+                    for session in given["sessions"]:
+                        task = tasks.create_task(_run(agent, trainer, url, session, ended))
+                        running[session["key"]] = task
+                        task.add_done_callback(lambda _, key=session["key"]: running.pop(key))
+                    for stopped in given["stopped"]:
+                        if stopped in running:
+                            ended.add(stopped)
+                            running[stopped].cancel()
+            finally:
+                ended |= running.keys()
+                for task in running.values():
+                    task.cancel()
     finally:
-        ended |= running.keys()
-        for task in running.values():
-            task.cancel()
         await http.close()
 
 
@@ -144,7 +148,13 @@ async def _run(
         if session["key"] in ended:
             return
         told |= _described(error)
-    await trainer.post("/agents/done", cast_to=object, body=told)
+    send = functools.partial(trainer.post, "/agents/done", cast_to=object)
+    try:
+        await send(body=told)
+    # Such as an agent that has cancelled its task, or has changed the client.
+    except (Exception, asyncio.CancelledError) as error:
+        if session["key"] not in ended:
+            await send(body={"key": session["key"], **_described(error)})
 
 
 def _score_of(value: Any, roles: Sequence[str], learning: Sequence[str]) -> Any:

@@ -152,12 +152,15 @@ class _Choice:
         most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
         self._most = math.ceil(most / self._samples_per_slot)
         self._memory = memory * rollout.memory_fraction
-        self._one = self._roles(1)
-        buffers = self._one.resident_buffers(self._one.pool_of("rollout"))
+        # The fewest that an engine takes.
+        self._fewest = 2 if rollout.deterministic else 1
+        self._least = self._roles(self._fewest)
+        buffers = self._least.resident_buffers(self._least.pool_of("rollout"))
         cache = next(h for h in buffers if h.name == CACHE or h.name.endswith("cache and slots"))
         # All weights that agents ask have as many.
-        self._slot = cache.bytes_per_device * (1 + len({*rollout.frozen_roles.values()}))
-        self._room = self._memory - phase_bytes(buffers, "sampling") + self._slot
+        weights = 1 + len({*rollout.frozen_roles.values()})
+        self._slot = cache.bytes_per_device * weights / self._fewest
+        self._room = self._memory - phase_bytes(buffers, "sampling") + self._fewest * self._slot
 
     def config(self, slots: int) -> Config:
         """The config with this many slots per replica; raises UserError for 0."""
@@ -186,11 +189,11 @@ class _Choice:
 
     def counted(self) -> int:
         """The number that fits by the formula in the module docstring."""
-        engine = self._one.engine
+        engine = self._least.engine
         tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
         prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
         inserted = _INSERTED_COPIES * prefix
-        logits = 4 * self._one.models.actor.vocab_size // self._parts_of_logits
+        logits = 4 * self._least.models.actor.vocab_size // self._parts_of_logits
         logits *= _LOGITS_COPIES * self._samples_per_slot
         # An insert and a decoding step never run together: the larger of both counts.
         fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
@@ -200,7 +203,7 @@ class _Choice:
         """The number that fits by the compiler's figures."""
 
         def most_bytes(slots: int) -> int:
-            roles = self._roles(slots)
+            roles = self._roles(max(slots, self._fewest))
             buffers = roles.resident_buffers(roles.pool_of("rollout"))
             programs = sampling_programs(roles.roles.actor, roles.engine, self._load)
             mesh = roles.engine.mesh

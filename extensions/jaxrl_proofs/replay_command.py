@@ -109,12 +109,18 @@ def _compare(run: StoredRun, again: StoredRun, start: int, step: int) -> bool:
 
 
 def check_step(run: StoredRun, step: int) -> None:
-    """Raises UserError if the run has no row of the step."""
+    """Raises UserError if the run has no row of the step, or goes by the clock."""
     rows = run.rows("rl") if run.texts else {}
     if step < 1 or step not in rows:
         last = max(rows, default=0)
         what = f"the steps 1 to {last}" if last else "no step of reinforcement learning to repeat"
         raise UserError(f"--step {step}: {run.folder} has {what}")
+    rollout = run.config.rollout
+    if rollout.agent and rollout.partial and run.folder.rl.schedule.exists():
+        raise UserError(
+            f"agents of {run.folder} go on while the step learns (rollout.max_staleness with a pool of its "
+            "own for sampling), and nothing repeats when they ask; compare two such runs by jaxrl diff"
+        )
 
 
 def checkpoint_before(run: StoredRun, step: int) -> int:

@@ -219,6 +219,11 @@ class Config:
         return rollout.generation_prompts if dynamic else rollout.num_prompts
 
     @property
+    def problems_per_batch(self) -> int:
+        """The number of problems of a generation batch, each with a prompt for every role that learns."""
+        return self.prompts_per_batch // max(1, len(self.rollout.learning_roles))
+
+    @property
     def truncates_logprobs(self) -> bool:
         """Whether log-probabilities of training data are those among the tokens that its sampling keeps."""
         return self.algorithm.truncated_logprobs and bool(self.rollout.truncation().keeps_some)

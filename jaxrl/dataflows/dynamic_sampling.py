@@ -246,10 +246,10 @@ class DynamicSampling:
         counts: Counter[str] = Counter()
         full = False
 
-        def fills(group: Scored) -> bool:
-            # Called with each group as it finishes, before the buffer has the batch.
+        def fills(groups: Scored) -> bool:
+            # Called with the groups of each prompt as it finishes, before the buffer has the batch.
             nonlocal missing
-            missing -= int(kept_groups(group, self._keeps).sum())
+            missing -= int(kept_groups(groups, self._keeps).sum())
             return missing <= 0
 
         while not full:

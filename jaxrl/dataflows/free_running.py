@@ -55,7 +55,11 @@ from jaxrl.types import Completions, Prompts
 
 
 class FreeRunning:
-    """Samples all the time. New prompts wait while a new group could not be trained on in time."""
+    """Samples all the time. New prompts wait while a new group could not be trained on in time.
+
+    All groups of a prompt, of which agents have one for each role that learns, are taken together, so below a
+    group stands for them all.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class FreeRunning:
         rewards: Rewards,
         schedule: SamplingSchedule,
         *,
-        groups_per_step: int,
+        prompts_per_step: int,
         prompts_per_batch: int,
         max_staleness: int,
     ):
@@ -72,15 +76,15 @@ class FreeRunning:
         generation: the actor in its generation layout, on devices of its own.
         rewards: rewards that score each group.
         schedule: how long the sampler goes on while the learner works.
-        groups_per_step: number of groups that a step trains on.
-        prompts_per_batch: largest number of groups of one call of `sample`, and of groups in progress; of
+        prompts_per_step: fewest prompts whose groups a step trains on.
+        prompts_per_batch: largest number of prompts of one call of `sample`, and of those in progress; of
           these and finished ones together twice as many.
         max_staleness: largest number of steps between the weights of a token and the step that trains on it.
         """
         self._generation = generation
         self._rewards = rewards
         self._schedule = schedule
-        self._groups_per_step = groups_per_step
+        self._prompts_per_step = prompts_per_step
         self._prompts_per_batch = prompts_per_batch
         self._max_staleness = max_staleness
         self._rollout: GroupLoop | None = None
@@ -208,7 +212,7 @@ class FreeRunning:
         Args:
           version: version of the oldest token of the group to take.
         """
-        P, older = self._groups_per_step, 0
+        P, older = self._prompts_per_step, 0
         room = max(P - self._num_taken - 1, 0)
         for each in sorted(v for v in self._ages if v < min(version, self._step)):
             older += self._ages[each]
@@ -250,9 +254,9 @@ class FreeRunning:
     def _may_draw(self, drawn: int) -> bool:
         """Whether another group can be trained on in time, after all that are ahead of it."""
         waiting = len(self._ready) + self._open().num_unfinished + drawn
-        # Each step takes at least `groups_per_step` groups, this one besides those that it has taken.
-        ahead = min(self._num_taken, self._groups_per_step) + waiting
-        in_time = ahead < self._groups_per_step * (self._max_staleness + 1)
+        # Each step takes at least `prompts_per_step` groups, this one besides those that it has taken.
+        ahead = min(self._num_taken, self._prompts_per_step) + waiting
+        in_time = ahead < self._prompts_per_step * (self._max_staleness + 1)
         # Not of the finished ones alone: a sampler that stops for them begins with empty slots again, and the
         # learner then waits for the longest answers.
         return in_time and waiting < 2 * self._prompts_per_batch

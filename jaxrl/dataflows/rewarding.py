@@ -231,7 +231,7 @@ class Grading:
 
 @dataclasses.dataclass(eq=False)
 class GroupsBeside:
-    """Grades groups while others are still sampled. A sampler calls it with each finished group.
+    """Grades groups while others are still sampled. A sampler calls it with those of each finished problem.
 
     Attributes:
       grading: the graders.
@@ -245,14 +245,13 @@ class GroupsBeside:
         default_factory=dict, init=False
     )
 
-    def __call__(self, group: Completions, mine: bool | None = None) -> None:
-        """Begins to grade a group. `mine` says whether this process does; None lets them take turns."""
-        (key,) = _keys(group)
-        assert key not in self._begun, "a batch has each prompt once, by its source and id"
-        if mine is None:
-            mine = hosts.is_turn_of_this(self._next, self.samplers)
-            self._next += 1
-        self._begun[key] = self.grading.begin(group, mine=mine)
+    def __call__(self, groups: Completions, mine: bool | None = None) -> None:
+        """Begins to grade groups. `mine` says whether this process does; None lets them take turns."""
+        for n, key in enumerate(_keys(groups)):
+            assert key not in self._begun, "a batch has each prompt once, by its source and id"
+            is_ours = hosts.is_turn_of_this(self._next, self.samplers) if mine is None else mine
+            self._next += mine is None
+            self._begun[key] = self.grading.begin(groups.take([n]), mine=is_ours)
 
     def of(self, completions: Completions) -> list[BegunGrading]:
         """The grading of a batch, in the order of its prompts."""

@@ -34,7 +34,7 @@ from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
-# Called with each graded group; returns whether the step has enough groups.
+# Called with the graded groups of each prompt; returns whether the step has enough groups.
 Enough = Callable[[Scored], bool]
 
 
@@ -207,8 +207,8 @@ class PartialSampling:
 
     Attributes:
       generation, rewards: how responses are sampled and scored.
-      prompts_per_batch: number of groups of a generation batch, after which sampling ends in any case. If
-        there are slots, at most this many groups decode at the same time.
+      prompts_per_batch: number of prompts of a generation batch, after which sampling ends in any case. If
+        there are slots, the groups of at most this many decode at the same time.
       max_staleness: largest number of steps between the weights that sampled a token and those that train
         on it.
     """
@@ -235,16 +235,16 @@ class PartialSampling:
         beside = self.rewards.beside()
         num_finished = 0
 
-        def has_enough(group: Completions) -> bool:
+        def has_enough(groups: Completions) -> bool:
             nonlocal num_finished
-            beside(group)
+            beside(groups)
             num_finished += 1
             whole_batch = num_finished >= self.prompts_per_batch
             if enough is None:
                 # No decision depends on the verdict, so grading continues in the background.
                 return whole_batch
-            scored, asked = self.rewards.graded(beside.of(group)), enough
-            # Asked on one host, so that all stop after the same group.
+            scored, asked = self.rewards.graded(beside.of(groups)), enough
+            # Asked on one host, so that all stop after the same prompt.
             return hosts.on_first(lambda: asked(scored)) or whole_batch
 
         with generation.timer.phase("gen", shown="generate", may_stop=True):

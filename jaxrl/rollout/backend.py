@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # int32 [T] arrays of token ids to their texts. Any thread may call it.
 DecodeTexts: TypeAlias = Callable[[Sequence[np.ndarray]], Iterable[str]]
-# Called with each finished group, as the completions of one prompt, while other groups are still sampled.
+# Called with each finished group, as the completions of one prompt, while other groups are still sampled. In
+# `resume` an agent's groups of a prompt, one for each role that learns, come together.
 # `resume` stops after the call that returns True and leaves the other groups unfinished.
 OnGroup: TypeAlias = Callable[[Completions], bool | None]
 # (places, unfinished) -> new prompts, possibly none. `places` is the number of samples that are missing to

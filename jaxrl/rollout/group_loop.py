@@ -47,10 +47,10 @@ from jaxrl.types import Completions, Prompts
 
 
 class FinishedGroup(NamedTuple):
-    """A group whose samples are all finished.
+    """The samples of a problem, all finished.
 
     Attributes:
-      completions: its samples.
+      completions: its samples: a group, or one for each role of an agent that learns.
       samples: the same arrays as a group that a checkpoint can hold.
       mine: whether this process grades it; None if they take turns.
     """

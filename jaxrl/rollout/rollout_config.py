@@ -241,12 +241,6 @@ class RolloutConfig(EngineSettings):
                 "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in "
                 "`placement`, or set rollout.max_staleness=0"
             )
-        if runs_free and len(self.learning_roles) > 1:
-            raise UserError(
-                f"rollout.agent_roles {', '.join(self.learning_roles)} are of one problem and end together, "
-                "and a sampler with a pool of its own counts groups one by one; set rollout.max_staleness=0, "
-                "freeze all but one by rollout.frozen_roles, or leave the role rollout out of `placement`"
-            )
         if self.schedule and not runs_free and not self.agent:
             raise UserError(
                 f"rollout.schedule {self.schedule!r} repeats a run that samples while it learns, and this "

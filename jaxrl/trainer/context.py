@@ -169,11 +169,9 @@ def meshes_of(placement: Placement) -> dict[str, Mesh]:
 
 def training_prompts(run: RunContext) -> PromptStream | CurriculumStream:
     """The training prompts of a run in an endless order; UserError if `data.sampler` cannot choose them."""
-    config, options = run.config, run.config.rollout
+    config = run.config
     # Partial rollout draws prompts one at a time, as slots fall free.
-    of_batch = (
-        1 if options.partial else config.prompts_per_batch // max(1, len(options.learning_roles))
-    )
+    of_batch = 1 if config.rollout.partial else config.problems_per_batch
     batches: Any = {"prompts_per_batch": of_batch, "seed": config.seed}
     if config.data.sampler:
         rows = [source for source in run.train_prompts if isinstance(source, Prompts)]

@@ -77,7 +77,8 @@ class RunSampling:
           recorded: the schedule to repeat (`recorded_schedule`).
         """
         config, options, flow = run.config, run.config.rollout, run.resolved.dataflow
-        per_batch = config.prompts_per_batch
+        per_batch, per_step = config.problems_per_batch, options.num_prompts
+        per_step = -(-per_step // max(1, len(options.learning_roles)))
         self.generation = Generation(actor, run.sampling, timer)
         self._schedule_file = ScheduleFile(config.run_folder.rl.schedule)
         self.free: FreeRunning | None = None
@@ -86,7 +87,7 @@ class RunSampling:
         if run.resolved.runs_free:
             schedule = SamplingSchedule(self._schedule_file.write, recorded)
             groups = self.free = FreeRunning(
-                self.generation, rewards, schedule, groups_per_step=options.num_prompts, **limits
+                self.generation, rewards, schedule, prompts_per_step=per_step, **limits
             )
         elif options.partial:
             groups = PartialSampling(self.generation, rewards, **limits)

@@ -135,7 +135,7 @@ class FreeRun(FullRun):
 
     def build(self, generation, rewards, groups, limits):
         schedule = SamplingSchedule(self.rows.append, self._recorded)
-        return FreeRunning(generation, rewards, schedule, groups_per_step=groups, **limits)
+        return FreeRunning(generation, rewards, schedule, prompts_per_step=groups, **limits)
 
     def step(self, dispatches=0):
         """The groups of a step, during which the sampler may make some dispatches more."""

@@ -6,6 +6,8 @@ rollout.agent = "tests/extensions/agents/failing_agents.py:agent"
 import asyncio
 import json
 
+import openai
+
 SYSTEM = {"role": "system", "content": "Be short."}
 
 
@@ -58,5 +60,18 @@ async def agent(client, problem):  # returned
         return 1.0
     if kind == "hangs":
         await asyncio.sleep(1e6)
+    if kind == "cancels":
+        asyncio.current_task().cancel()
+        return 1.0
+    if kind == "mute":
+        post = openai.AsyncOpenAI.post
+
+        async def mute(self, path, **options):
+            if path == "/agents/done" and options["body"]["key"] == client.api_key:
+                raise OSError("the cable is cut")
+            return await post(self, path, **options)
+
+        openai.AsyncOpenAI.post = mute
+        return 1.0
     assert answer.choices[0].message.content is not None
     return await fails("raises" if kind == "half" else kind)

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +14,32 @@ from agent_runs import AGENT, OPTIONS, agent_backend, problems
 from recipe_files import write_recipe_file
 from test_agent_backend import conversations, said, scores
 from test_agent_training import ONE, settings_of, step_of
-from test_agents_over_steps import NONE, TOGETHER, other_weights, sampled_versions, through_json
+from test_agents_over_steps import (
+    APART,
+    NONE,
+    TOGETHER,
+    other_weights,
+    sampled_versions,
+    through_json,
+)
 from test_multiprocess import run as run_processes
 
 import jaxrl
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.dynamic_sampling import DynamicSampling
+from jaxrl.dataflows.free_running import FreeRunning
+from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
+from jaxrl.dataflows.samplers import Generation
+from jaxrl.dataflows.schedule import SamplingSchedule
+from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
+from jaxrl.rewards import Graders
+from jaxrl.rewards.grading import FunctionGrader, Grade
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer.resolved import resolve
+from jaxrl.types import Completions
 
 ROLES = ("solver", "checker")
 DUET = f"{pathlib.Path(AGENT.rpartition(':')[0])}:duet"
@@ -94,11 +112,6 @@ def test_roles_that_do_not_fit_a_batch():
     grpo = dataclasses.replace(config.algorithm, dataflow="grpo")
     with pytest.raises(UserError, match=r"has 32 groups .* every problem gives 3.*multiple of 3"):
         resolve(dataclasses.replace(config, rollout=three, algorithm=grpo))
-    # A sampler with devices of its own counts the groups of a problem one by one.
-    apart = RolloutConfig(agent=DUET, agent_roles=ROLES, max_staleness=2)
-    with pytest.raises(UserError, match="solver, checker are of one problem and end together"):
-        apart.check_partial("dapo", dynamic_sampling=True, runs_free=True)
-    apart.check_partial("dapo", dynamic_sampling=True, runs_free=False)
 
 
 def test_the_roles_of_a_problem_are_groups_that_end_together(backend):
@@ -112,6 +125,74 @@ def test_the_roles_of_a_problem_are_groups_that_end_together(backend):
         == ("tests/solver", "tests/checker")
     )
     assert said(first.completions) + said(rest) == expected
+
+
+class Endless:
+    """Problems one at a time, of which every other one is answered late."""
+
+    number = 0
+
+    def __next__(self):
+        n, self.number = self.number, self.number + 1
+        prompts = problems([("duet", "soon")[n % 2]])
+        return dataclasses.replace(prompts, ids_N=np.array([n]), texts=(f"problem {n}",))
+
+    def state(self):
+        return self.number
+
+    def restore(self, number):
+        self.number = number
+
+
+def free_running(backend, step=0):
+    """A sampler of two problems a step, beside a learner that there is not."""
+    timer = NoTimer()
+    timer.step = step
+    actor: Any = types.SimpleNamespace(can_sample=True, continuous=backend.continuous)
+    graders = Graders.of(FunctionGrader(lambda response, answer: Grade(False, response)))
+    rewards = Rewards(graders, OverlongPunishment(64, 0, 0.0), timer)
+    generation, schedule = Generation(actor, OPTIONS, timer), SamplingSchedule(lambda row: None)
+    limits = {"prompts_per_step": 1, "prompts_per_batch": 2, "max_staleness": 2}
+    return FreeRunning(generation, rewards, schedule, **limits)
+
+
+def test_a_sampler_beside_the_learner_takes_the_roles_of_a_problem_together(backend):
+    """Here it stops after every step, and goes on from its record as after a restart."""
+    prompts, record, trained = Endless(), None, []
+    for step in range(3):
+        sampler = free_running(backend, step)
+        if record is not None:
+            backend.keep(None, OPTIONS)
+            sampler.restore(record, prompts := Endless())
+        trained.append(sampler.sample(prompts).completions)
+        # Until another problem is finished, and most often one is open.
+        sampler.meanwhile(types.SimpleNamespace(is_ready=lambda sampler=sampler: sampler._ready))
+        record = sampler.record(prompts)
+        waiting = record["unfinished"].prompts
+        record["unfinished"] = through_json(record["unfinished"].record())
+    done = Completions.concatenate(trained)
+    ids = done.prompts.ids_N[::2].tolist()
+    assert done.prompts.sources == ("tests/solver", "tests/checker") * 6
+    assert done.prompts.ids_N[1::2].tolist() == ids
+    # None is trained on twice, and none is lost.
+    assert sorted(ids + waiting.ids_N.tolist()) == [*range(prompts.number)]
+    assert waiting.sources == ("tests",) * len(waiting) != ()
+    # The tokens are those of a run without stops, with the keys of the step that began each problem.
+    for n, begun in enumerate(done.started_B[:: 2 * OPTIONS.num_samples].tolist()):
+        prompts.restore(ids[n])
+        alone = backend.generate(next(prompts), OPTIONS.replace(step=begun))
+        assert said(done.take([2 * n, 2 * n + 1])) == said(alone)
+    backend.keep(None, OPTIONS)
+
+
+def test_dynamic_sampling_beside_the_learner_drops_one_role_and_keeps_the_other(backend):
+    sampler = DynamicSampling(free_running(backend), 3, max_generation_batches=2, keeps="score")
+    sampled = sampler.sample(Endless())
+    # All scores of a checker are equal. Its groups were graded, and count.
+    assert sampled.completions.prompts.sources == ("tests/solver",) * 3
+    assert sampled.metrics["train/num_prompts_sampled"] == 6
+    assert len({*sampled.completions.prompts.ids_N.tolist()}) == 3
+    backend.keep(None, OPTIONS)
 
 
 @pytest.mark.long
@@ -142,13 +223,15 @@ def test_roles_go_on_over_a_step_and_from_a_checkpoint(backend):
 
 
 @pytest.mark.long
-def test_steps_of_roles_leave_sessions_open(tmp_path):
+@pytest.mark.parametrize("frozen", [{}, {"checker": "start"}], ids=["both learn", "one frozen"])
+@pytest.mark.parametrize("where", [APART, TOGETHER], ids=["apart", "together"])
+def test_steps_of_roles_leave_sessions_open_and_go_on_from_a_checkpoint(where, frozen, tmp_path):
     # Every other problem is answered late.
-    settings = settings_of(tmp_path, **TOGETHER) | {
+    settings = settings_of(tmp_path, **where) | {
         "rollout.agent": DUET,
         "rollout.agent_roles": ROLES,
+        "rollout.frozen_roles": frozen,
         "rollout.max_staleness": 2,
-        "run.num_steps": 3,
         "run.save_every": 2,
         "run.rollouts_every": 1,
     }
@@ -157,13 +240,21 @@ def test_steps_of_roles_leave_sessions_open(tmp_path):
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = write_recipe_file(tmp_path, settings)
-    for num_steps in (2, 3):
+    for num_steps in (2, 4):
         rows = jaxrl.train(str(recipe), num_steps=num_steps).to_pylist()
-    assert len(rows) == 3 and all(row["agent/failed"] == 0 for row in rows)
-    assert max(row["rollout/unfinished_groups"] for row in rows) > 0
+    assert len(rows) == 4 and all(row["agent/failed"] == 0 for row in rows)
     assert max(row["rollout/stale_tokens"] for row in rows) > 0
-    # At most three problems, six groups of four samples, at a time.
-    assert all(row["rollout/unfinished_groups"] <= 3 for row in rows)
+    # With both roles at most three problems, six groups of four samples, at a time on one mesh; elsewhere as
+    # many as two steps have wait besides.
+    most = max(row["rollout/unfinished_groups"] for row in rows)
+    assert 0 < most <= (6 if frozen else 4 if where is APART else 3)
+    kept = sorted((tmp_path / "runs" / "tiny" / "seed0" / "rollouts").iterdir())
+    samples = [json.loads(line) for path in kept for line in path.read_text().splitlines()]
+    groups = collections.Counter((row["prompt_id"], row["source"]) for row in samples)
+    # Of TOGETHER dynamic sampling keeps the solver's alone.
+    roles = 1 if frozen or where is TOGETHER else 2
+    assert {*groups.values()} == {4} and len(groups) == 16
+    assert len({n for n, _ in groups}) == 16 / roles
 
 
 @pytest.mark.long

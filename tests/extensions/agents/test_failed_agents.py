@@ -295,6 +295,15 @@ def test_an_agent_that_fails_before_its_first_answer_keeps_what_it_has(backend):
         assert row["failure"]["message"].endswith(f"({FILE}:{line_of('refused')})")
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"), [("cancels", "CancelledError: "), ("mute", "ended its process")]
+)
+def test_an_agent_whose_end_cannot_be_told_fails_at_once(kind, message, backend):
+    """Its task is cancelled as it sends its score, or it sends nothing at all."""
+    for row in rows_of(backend, kind):
+        assert row["failure"]["message"].startswith(message)
+
+
 def test_finished_samples_of_the_group_are_as_they_are(backend):
     failed, finished = rows_of(backend, "half")
     assert failed["failure"] and finished["failure"] is None

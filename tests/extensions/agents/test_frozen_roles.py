@@ -2,25 +2,31 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
 from agent_runs import OPTIONS, agent_backend, problems
+from chats import chat_tokenizer
+from closeness import assert_close
+from plain_pass import plain_logprobs
 from recipe_files import write_recipe_file
 from test_agent_backend import said
 from test_agent_roles import DUET, ROLES
 from test_agent_training import ONE, settings_of, step_of
-from test_agents_over_steps import APART, NONE, TOGETHER, other_weights, through_json
+from test_agents_over_steps import APART, NONE, other_weights, through_json
 from test_multiprocess import run as run_processes
 from tiny_runs import MODEL
 
 import jaxrl
 from jaxrl import cli
 from jaxrl.errors import UserError
+from jaxrl.models import lora
 from jaxrl.models.decoder import init_params
-from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.model_config import LoraConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.tracking.metrics import read_metrics, without_timings
@@ -135,8 +141,6 @@ def test_num_prompts_counts_groups_of_the_roles_that_learn():
     three.check_roles(32, "")
     with pytest.raises(UserError, match=r"has 33 groups .* every problem gives 2"):
         three.check_roles(33, "")
-    with pytest.raises(UserError, match="a, c are of one problem"):
-        three.check_partial("dapo", dynamic_sampling=True, runs_free=True)
 
 
 @pytest.mark.long
@@ -167,6 +171,66 @@ def test_a_folder_of_another_model_or_none_is_refused_before_anything_compiles(t
             jaxrl.train(str(recipe))
 
 
+PLAIN = dataclasses.replace(MODEL, num_tokens=chat_tokenizer().vocab_size)
+ADAPTED = dataclasses.replace(PLAIN, lora=LoraConfig(rank=2, alpha=8.0))
+
+
+@contextlib.contextmanager
+def run_beside_adapters(folder, **frozen):
+    """A run that starts from a checkpoint and an adapter, and its weights and those of another checkpoint."""
+    made = jax.jit(init_params, static_argnums=0)
+    base, other = (made(PLAIN, jax.random.key(seed)) for seed in (1, 2))
+    adapters = lora.split(made(ADAPTED, jax.random.key(3)))[0]
+    learner = lora.join(jax.tree.map(lambda x: x + 0.1, adapters), base)
+    save_checkpoint(base, PLAIN, folder / "base", dtype="float32")
+    save_checkpoint(other, PLAIN, folder / "other", dtype="float32")
+    save_adapter(learner, ADAPTED, folder / "adapter", dtype="float32", base="base")
+    settings = settings_of(folder, **ONE, **{"rollout.slots": 16}) | {
+        "weights": str(folder / "base"),
+        "adapter": str(folder / "adapter"),
+        "model.lora.rank": 2,
+        "model.lora.alpha": 8.0,
+        "rollout.agent": DUET,
+        "rollout.agent_roles": ("solver", "checker", "judge"),
+        "rollout.frozen_roles": {"judge": "start", "checker": str(folder / "other")} | frozen,
+    }
+    with jaxrl.open_run(str(write_recipe_file(folder, settings))) as run:
+        yield run, learner, other
+
+
+def test_a_folder_has_no_adapters_and_the_start_has_its_own(tmp_path):
+    with run_beside_adapters(tmp_path) as (run, learner, other):
+        run.roles.actor.for_sampling()
+        backend = run.roles.actor.backend
+        weights = [backend.inner.params, backend._frozen.pop("start")]
+        adapters, plain = lora.split(*backend._frozen.values())
+    jax.tree.map(np.testing.assert_array_equal, [*weights, plain], [learner, learner, other])
+    # What they add is a product with zeros.
+    of_b = [x for path, x in jax.tree.leaves_with_path(adapters) if "lora_b" in str(path)]
+    assert of_b and not any(map(np.any, of_b))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [{"checker": "start"}, {}], ids=["start", "a folder"])
+def test_roles_beside_adapters_say_what_a_plain_pass_of_their_weights_does(
+    frozen, tmp_path, sessions
+):
+    with run_beside_adapters(tmp_path, **frozen) as (run, learner, other):
+        run.roles.actor.generate(problems(["same"]), OPTIONS)
+    of_roles = {"solver": (ADAPTED, learner), "checker": (PLAIN, other)}
+    if frozen:
+        of_roles["checker"] = of_roles["solver"]
+    for session, (role, (model, params)) in itertools.product(sessions, of_roles.items()):
+        (said,) = session.conversations[role].branches()
+        begin = int(np.argmax(said.mask))
+        text, found = (said.tokens[:begin], said.tokens[begin:]), said.logprob[begin:]
+        given = {"longest": 128, "temperature": 1.0}
+        assert_close(found, plain_logprobs(model, params, *text, **given), scale=1)
+        # The adapters matter.
+        without = plain_logprobs(PLAIN, lora.split(learner)[1], *text, **given)
+        assert np.abs(found - without).max() > 1e-2
+
+
 @pytest.mark.long
 def test_steps_train_on_the_other_roles_alone(tmp_path, sessions):
     metrics, done = step_of(tmp_path, {"kind": "duet"}, **ONE, **FROZEN)
@@ -188,6 +252,7 @@ LAYOUTS = {
         **{"mesh.train": "1-2-4", "mesh.generate": "1-1-2-4"},
     },
     "a folder": ONE | {"optim.lr": 0.05},
+    "a folder beside adapters": ONE | {"optim.lr": 0.5, "model.lora.rank": 2},
     "devices of its own": {k: v for k, v in APART.items() if k != "algorithm.correction.weights"},
 }
 
@@ -202,7 +267,7 @@ def test_the_frozen_role_says_the_same_after_the_policy_has_moved(case, tmp_path
         "data.evaluation.path": str(tmp_path / "evaluation.jsonl"),
         "data.evaluation.size": 4,
     }
-    if case == "a folder":
+    if "a folder" in case:
         settings["rollout.frozen_roles.checker"] = str(saved_model(tmp_path / "saved"))
     said = {}
     with jaxrl.open_run(str(write_recipe_file(tmp_path, settings))) as run:
@@ -217,25 +282,6 @@ def test_the_frozen_role_says_the_same_after_the_policy_has_moved(case, tmp_path
     (solver, checker), (moved, same) = said["before"], said["after"]
     assert same == checker and solver != moved
     assert checker != solver
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("where", [APART, TOGETHER], ids=["apart", "together"])
-def test_sessions_with_a_frozen_role_go_on_over_steps_and_from_their_checkpoint(where, tmp_path):
-    settings = settings_of(tmp_path, **where, **FROZEN) | {
-        "rollout.max_staleness": 2,
-        "run.save_every": 2,
-    }
-    rows = [
-        {"problem": f"{n} and", "answer": "4", "kind": ("duet", "late")[n % 2]} for n in range(40)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = write_recipe_file(tmp_path, settings)
-    for num_steps in (2, 4):
-        rows = jaxrl.train(str(recipe), num_steps=num_steps).to_pylist()
-    assert len(rows) == 4 and all(row["agent/failed"] == 0 for row in rows)
-    assert max(row["rollout/stale_tokens"] for row in rows) > 0
-    assert max(row["rollout/unfinished_groups"] for row in rows) > 0
 
 
 @pytest.mark.slow

@@ -294,6 +294,15 @@ def test_a_sample_that_cannot_be_made_alone_is_told(copy, capsys):
         set_in(copy, f"rollout.{name}", "''" if name == "agent" else "0")
 
 
+def test_agents_of_a_sampler_beside_the_learner_are_not_made_again(copy, capsys):
+    set_in(copy, "rollout.agent", "'a.py:play'")
+    set_in(copy, "rollout.max_staleness", "1")
+    (copy / "rl/schedule.jsonl").touch()
+    status, text = said(capsys, "replay", copy, "--step", 3)
+    assert status == EXIT_USER_ERROR and len(text.strip().splitlines()) == 1, text
+    assert "nothing repeats when they ask" in text
+
+
 @pytest.mark.long
 def test_what_is_missing_is_told(made, copy, capsys):
     """A grader that is not here, a mesh of more devices, a setting of another version."""
