@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -25,14 +26,16 @@ def inputs():
     return hidden_BTD, weight_DV, tokens_BT
 
 
-def logprobs(hidden_BTD, weight_DV, tokens_BT, *, temperature=1.0, chunk_tokens=T):
+@functools.partial(jax.jit, static_argnames=("chunk_tokens", "statistic"))
+def logprobs(hidden_BTD, weight_DV, tokens_BT, temperature=1.0, *, chunk_tokens=T, **options):
     return token_logprobs(
         lambda hidden, _: hidden @ weight_DV,
-        jnp.asarray(hidden_BTD),
-        jnp.asarray(tokens_BT),
+        hidden_BTD,
+        tokens_BT,
         jnp.asarray(SEGMENT_IDS_BT),
         temperature=temperature,
         chunk_tokens=chunk_tokens,
+        **options,
     )
 
 
@@ -52,7 +55,7 @@ def twin(hidden_BTD, weight_DV, tokens_BT, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_equal_to_the_numpy_twin(inputs, temperature):
-    logprob_BT, entropy_BT = logprobs(*inputs, temperature=temperature)
+    logprob_BT, entropy_BT = logprobs(*inputs, temperature)
     expected_logprob_BT, expected_entropy_BT = twin(*inputs, temperature)
     assert_close(logprob_BT, expected_logprob_BT)
     assert_close(entropy_BT, expected_entropy_BT)
@@ -61,12 +64,8 @@ def test_equal_to_the_numpy_twin(inputs, temperature):
 @pytest.mark.parametrize("chunk_tokens", [4, T])
 def test_squared_probabilities_by_hand(inputs, chunk_tokens):
     hidden_BTD, weight_DV, tokens_BT = inputs
-    logprob_BT, sum_pi_squared_BT = token_logprobs(
-        lambda hidden, _: hidden @ weight_DV,
-        *(jnp.asarray(x) for x in (hidden_BTD, tokens_BT, SEGMENT_IDS_BT)),
-        temperature=0.5,
-        chunk_tokens=chunk_tokens,
-        statistic=squared_probabilities,
+    logprob_BT, sum_pi_squared_BT = logprobs(
+        *inputs, 0.5, chunk_tokens=chunk_tokens, statistic=squared_probabilities
     )
     expected_BT, _ = twin(*inputs, 0.5)
     assert_close(logprob_BT, expected_BT)
@@ -76,8 +75,7 @@ def test_squared_probabilities_by_hand(inputs, chunk_tokens):
     assert_close(sum_pi_squared_BT, total_BT)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 10, 1000])
-def test_chunks_change_neither_values_nor_gradients(inputs, chunk_tokens):
+def test_chunks_change_neither_values_nor_gradients(inputs):
     hidden_BTD, weight_DV, tokens_BT = inputs
     cotangent_BT = np.random.default_rng(1).normal(size=(B, T)).astype(np.float32)
 
@@ -87,10 +85,10 @@ def test_chunks_change_neither_values_nor_gradients(inputs, chunk_tokens):
         )
         return (cotangent_BT * (logprob_BT + 0.3 * entropy_BT)).sum()
 
-    evaluate = jax.value_and_grad(weighted, argnums=(0, 1))
-    whole, chunked = (evaluate(hidden_BTD, weight_DV, chunk) for chunk in (T, chunk_tokens))
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
-        assert_close(a, b)
+    evaluate = jax.jit(jax.value_and_grad(weighted, argnums=(0, 1)), static_argnums=2)
+    whole = evaluate(hidden_BTD, weight_DV, T)
+    for chunk_tokens in (1, 4, 10, 1000):
+        assert_close(evaluate(hidden_BTD, weight_DV, chunk_tokens), whole)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "shards"), [(4, (1, 1)), (4, (2, 2)), (1000, (2, 1))])
@@ -111,7 +109,7 @@ def test_only_trained_tokens_have_values_and_gradients(chunk_tokens, shards):
             ),
             hidden_BTD,
             jnp.asarray(tokens_BT),
-            jnp.ones(shape, jnp.int32),
+            np.ones(shape, np.int32),
             temperature=1.0,
             chunk_tokens=chunk_tokens,
             trained_BT=jnp.asarray(trained_BT),
@@ -119,9 +117,8 @@ def test_only_trained_tokens_have_values_and_gradients(chunk_tokens, shards):
         )
         return (cotangent_BT * logprob_BT).sum(), (logprob_BT, entropy_BT)
 
-    (gradients), (logprob_BT, entropy_BT) = jax.grad(weighted, argnums=(0, 1), has_aux=True)(
-        jnp.asarray(hidden_BTD), jnp.asarray(weight_DV)
-    )
+    evaluate = jax.jit(jax.grad(weighted, argnums=(0, 1), has_aux=True))
+    gradients, (logprob_BT, entropy_BT) = jax.device_get(evaluate(hidden_BTD, weight_DV))
     expected_BTD, expected_DV = np.zeros((*shape, D)), np.zeros((D, V))
     for b, t in np.argwhere(trained_BT):
         logits_V = hidden_BTD[b, t - 1].astype(np.float64) @ weight_DV
@@ -137,6 +134,17 @@ def test_only_trained_tokens_have_values_and_gradients(chunk_tokens, shards):
     assert_close(gradients[1], expected_DV)
 
 
+@jax.jit
+def product_of_first(x, needed):
+    """The first of 16 rows times ones, and the gradients of the sum by rows and ones."""
+
+    def product(x, weight_DV):
+        return Compute().product_of_first(x, weight_DV, needed, out_type=jnp.float32)
+
+    out, pull_back = jax.vjp(product, x, jnp.ones((D, V)))
+    return out, *pull_back(jnp.ones_like(out))
+
+
 @pytest.mark.parametrize(
     ("needed", "computed"), [(0, 0), (1, 4), (4, 4), (5, 8), (13, 16), (16, 16)]
 )
@@ -144,13 +152,8 @@ def test_what_is_not_needed_is_not_computed(needed, computed):
     """Rows of NaN behind the computed quarters reach neither the product nor its gradients."""
     x = np.ones((1, 16, D), np.float32)
     x[:, computed:] = np.nan
-
-    def product(x, weight_DV):
-        return Compute().product_of_first(x, weight_DV, jnp.int32(needed), out_type=jnp.float32)
-
-    out, pull_back = jax.vjp(product, jnp.asarray(x), jnp.ones((D, V)))
+    out, to_x, to_weight = jax.device_get(product_of_first(x, np.int32(needed)))
     np.testing.assert_array_equal(out[0, :, 0], D * (np.arange(16) < computed))
-    to_x, to_weight = pull_back(jnp.ones_like(out))
     np.testing.assert_array_equal(to_x[0, :, 0], V * (np.arange(16) < computed))
     np.testing.assert_array_equal(to_weight, computed)
 
@@ -175,24 +178,19 @@ def test_gradients_of_logits_are_multiplied_in_the_type_of_activations():
 def way(request, monkeypatch):
     """Both ways to compute the sums over the vocabulary: that of CPU, and that of accelerators."""
     monkeypatch.setattr(definition, "_in_few_passes", getattr(definition, request.param))
-    return getattr(definition, request.param)
-
-
-def test_entropy_by_hand(way):
-    logprobs_V, entropy = way(jnp.log(jnp.array([0.5, 0.25, 0.25])))
-    np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.25, 0.25], rtol=1e-6)
-    np.testing.assert_allclose(entropy, 1.5 * np.log(2), rtol=1e-6)
+    return jax.jit(getattr(definition, request.param))
 
 
 def test_first_and_second_derivatives_by_hand(way):
     """Of p = (1/2, 1/4, 1/4): dH/dx_v = -p_v (log p_v + H), and the Hessian of log p is p p^T - diag(p)."""
-    logits_V, token = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.array(1)
-    of_logprob = jax.grad(lambda x: logprob_entropy(x, token)[0])
-    np.testing.assert_allclose(of_logprob(logits_V), [-0.5, 0.75, -0.25], atol=1e-6)
-    of_entropy = jax.grad(lambda x: logprob_entropy(x, token)[1])(logits_V)
+    logits_V = np.log(np.float32([0.5, 0.25, 0.25]))
+    of_both = jax.jit(jax.jacrev(lambda x: logprob_entropy(x, jnp.array(1))))
+    of_logprob, of_entropy = of_both(logits_V)
+    np.testing.assert_allclose(of_logprob, [-0.5, 0.75, -0.25], atol=1e-6)
     by_hand_V = np.log(2) * np.array([-0.25, 0.125, 0.125])
     np.testing.assert_allclose(of_entropy, by_hand_V, atol=1e-6)
-    hessian_VV = jax.hessian(lambda x: definition.log_softmax_entropy(x)[0][1])(logits_V)
+    entropy = lambda x: definition.log_softmax_entropy(x)[0][1]  # noqa: E731
+    hessian_VV = jax.jit(jax.hessian(entropy))(logits_V)
     by_hand_VV = [[-0.25, 0.125, 0.125], [0.125, -0.1875, 0.0625], [0.125, 0.0625, -0.1875]]
     np.testing.assert_allclose(hessian_VV, by_hand_VV, atol=1e-6)
 
@@ -200,14 +198,14 @@ def test_first_and_second_derivatives_by_hand(way):
 def test_gradients_of_bfloat16_logits_of_a_large_vocabulary(way):
     """Against float64 in NumPy: dx = a (onehot - p) - b p (log p + H), rounded to the logits' type."""
     rng, vocabulary = np.random.default_rng(0), 152_064
-    logits_NV = jnp.asarray(rng.normal(0, 4, (4, vocabulary)), jnp.bfloat16)
+    logits_NV = rng.normal(0, 4, (4, vocabulary)).astype(jnp.bfloat16)
     tokens_N, a, b = rng.integers(0, vocabulary, 4), 3.0, 0.01
 
     def loss(logits_NV):
         logprob_N, entropy_N = logprob_entropy(logits_NV, tokens_N)
         return a * logprob_N.sum() + b * entropy_N.sum()
 
-    gradient_NV = jax.grad(loss)(logits_NV)
+    gradient_NV = jax.jit(jax.grad(loss))(logits_NV)
     x_NV = np.asarray(logits_NV, np.float64)
     log_NV = x_NV - np.log(np.exp(x_NV).sum(axis=1, keepdims=True))
     p_NV = np.exp(log_NV)
@@ -231,8 +229,8 @@ def test_one_reduction_leaves_a_vocabulary_of_eight_devices_where_it_is(monkeypa
     monkeypatch.setattr(definition, "_in_few_passes", definition.by_one_reduction)
     mesh = jax.make_mesh((8,), ("vocab",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec(None, "vocab"))
-    x_NV = jnp.asarray(np.random.default_rng(0).normal(0, 3, (3, 1152)), jnp.float32)
-    tokens_N = jnp.array([0, 600, 1151])
+    x_NV = np.random.default_rng(0).normal(0, 3, (3, 1152)).astype(np.float32)
+    tokens_N = np.array([0, 600, 1151])
 
     def loss(x_NV):
         logprob_N, entropy_N = logprob_entropy(x_NV, tokens_N)
@@ -242,7 +240,8 @@ def test_one_reduction_leaves_a_vocabulary_of_eight_devices_where_it_is(monkeypa
     assert "f32[3,144]" in compiled.as_text()
     assert "f32[3,1152]" not in compiled.as_text()
     monkeypatch.setattr(definition, "_in_few_passes", definition.log_softmax_entropy)
-    assert_close(compiled(jax.device_put(x_NV, split)), jax.value_and_grad(loss)(x_NV), rtol=2e-5)
+    alone = jax.jit(lambda x_NV: jax.value_and_grad(loss)(x_NV))(x_NV)
+    assert_close(compiled(jax.device_put(x_NV, split)), alone, rtol=2e-5)
 
 
 def gradient_of_chunks(vocabulary, tokens, **options):
@@ -273,19 +272,18 @@ def test_a_chunk_keeps_the_sums_and_no_more_for_its_backward_pass(monkeypatch):
     assert len(re.findall(r"= reduce\[", text)) == 1
 
 
-def test_ids_without_probability_leave_entropy_finite(way):
-    logprobs_V, entropy = way(jnp.array([0.0, 0.0, -1e30]))
+def test_entropy_by_hand_with_ids_that_have_no_probability(way):
+    logprobs_V, entropy = way(np.float32([0.0, 0.0, -1e30]))
     np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.5, 0.0], rtol=1e-6)
     np.testing.assert_allclose(entropy, np.log(2), rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk_tokens", [4])
 @pytest.mark.parametrize(
     "truncation", [None, truncation_of(top_k=50, top_p=0.9, min_p=0.01)], ids=["whole", "truncated"]
 )
-def test_logits_of_the_whole_batch_are_never_in_memory(truncation, chunk_tokens):
+def test_logits_of_the_whole_batch_are_never_in_memory(truncation):
     """Forward and backward: no intermediate holds B x T x V values."""
-    vocabulary, tokens = 997, 64
+    vocabulary, tokens, chunk_tokens = 997, 64, 4
     program = gradient_of_chunks(
         vocabulary, tokens, chunk_tokens=chunk_tokens, truncation=truncation
     )

@@ -123,12 +123,13 @@ def test_which_losses_learn_without_an_advantage(name):
 def test_a_step_off_the_kink_the_penalty_of_kl_cov_pulls_back():
     """By hand: A .3 and coefficient 1 give -A r + sign(log r)."""
 
+    @jax.jit
     def slope(log_ratio):
         ones = jnp.ones((1, 1))
         loss = lambda p: POLICY_LOSSES["kl_cov"](  # noqa: E731
             p, -ones, 0.3 * ones, selected=ones > 0, kl_coef=1.0
         )[0].sum()
-        return float(jax.grad(loss)(-ones + log_ratio)[0, 0])
+        return jax.grad(loss)(-ones + log_ratio)[0, 0]
 
     assert slope(0.0) == pytest.approx(-0.3)
     assert slope(0.01) == pytest.approx(-0.3 * math.exp(0.01) + 1, rel=1e-5)
@@ -146,15 +147,17 @@ def test_the_kl_to_a_reference_that_is_the_policy_pulls_nowhere(name):
 def test_so_does_the_kl_over_the_vocabulary():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
     log_q = jax.nn.log_softmax(logits)
-    slope = jax.grad(lambda x: kl.over_vocabulary(jax.nn.log_softmax(x), log_q).sum())(logits)
+    of_softmax = lambda x: kl.over_vocabulary(jax.nn.log_softmax(x), log_q).sum()  # noqa: E731
+    slope = jax.jit(jax.grad(of_softmax))(logits)
     # Some ulps of the probabilities that cancel in it.
     np.testing.assert_allclose(slope, 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, math.inf])
 def test_a_value_that_is_the_old_value_learns_from_its_error(clip):
-    value, returns = jnp.array([1.0, 1.0, 1.0, 100.1]), jnp.array([3.0, -1.0, 1.0, 0.0])
-    slope = jax.grad(lambda v: clipped_value(v, value, returns, clip=clip)[0].sum())(value)
+    value, returns = np.float32([1.0, 1.0, 1.0, 100.1]), np.float32([3.0, -1.0, 1.0, 0.0])
+    loss = lambda v: clipped_value(v, value, returns, clip=clip)[0].sum()  # noqa: E731
+    slope = jax.jit(jax.grad(loss))(value)
     np.testing.assert_allclose(slope, value - returns, rtol=1e-6)
 
 
@@ -179,9 +182,8 @@ def test_pairs_without_a_margin(name, rest, settings, expected):
         value, _ = on_pairs(function, arrays, jnp.ones(1), **settings)
         return value.sum()
 
-    assert float(jax.grad(loss)(jnp.full(1, 2.0), jnp.full(1, 2.0))[0]) == pytest.approx(
-        expected, rel=1e-6
-    )
+    two = np.full(1, 2, np.float32)
+    assert jax.jit(jax.grad(loss))(two, two)[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_every_preference_loss_is_walked():
@@ -191,7 +193,7 @@ def test_every_preference_loss_is_walked():
 
 def test_the_two_functions_with_a_kink():
     x = jnp.array([-2.0, -0.5, 0.0, 0.5, 2.0])
-    slope = lambda f: jax.vmap(jax.grad(f))(x)  # noqa: E731
+    slope = lambda f: jax.jit(jax.vmap(jax.grad(f)))(x)  # noqa: E731
     np.testing.assert_array_equal(kinks.absolute(x), np.abs(x))
     np.testing.assert_array_equal(slope(kinks.absolute), [-1, -1, 0, 1, 1])
     clip = lambda x: kinks.clip(x, -0.5, 0.5)  # noqa: E731

@@ -11,7 +11,8 @@ from jaxrl.algos import segments
 seeds = st.integers(0, 10_000)
 few = settings(max_examples=15)
 
-segment_scan = jax.jit(segments.segment_scan)
+segment_scan, last_tokens = map(jax.jit, (segments.segment_scan, segments.last_tokens))
+to_sequences = jax.jit(segments.to_sequences, static_argnames="num_sequences")
 windowed_scan = jax.jit(segments.windowed_scan, static_argnames="steps")
 
 # Twins of one sequence: its trained values -> one value for every token of it.
@@ -39,18 +40,17 @@ def scan_twin(x, decay, steps=None):
 
 def test_by_hand():
     # Two sequences and padding: 1 2 (3) | 4 (5) 6 | . with holes in brackets.
-    x = jnp.array([[1.0, 2, 3, 4, 5, 6, 9]])
-    mask = jnp.array([[1.0, 1, 0, 1, 0, 1, 0]])
-    ids = jnp.array([[2, 2, 2, 1, 1, 1, 0]])
-    where = (mask, ids)
-    np.testing.assert_array_equal(segments.segment_sum(x, *where), [[3, 3, 3, 10, 10, 10, 0]])
-    np.testing.assert_array_equal(segments.segment_count(*where), [[2, 2, 2, 2, 2, 2, 0]])
-    np.testing.assert_array_equal(segments.segment_max(-x, *where), [[-1, -1, -1, -4, -4, -4, 0]])
-    np.testing.assert_array_equal(segments.last_tokens(*where), [[0, 1, 0, 0, 0, 1, 0]])
-    np.testing.assert_array_equal(segments.next_values(x, *where), [[2, 0, 0, 6, 6, 0, 0]])
-    np.testing.assert_array_equal(segments.running_sum(x, *where), [[1, 3, 0, 4, 0, 10, 0]])
-    scan = segments.segment_scan(x, *where, decay=0.5)
-    np.testing.assert_array_equal(scan, [[2, 2, 0, 7, 0, 6, 0]])
+    x = np.array([[1, 2, 3, 4, 5, 6, 9]], np.float32)
+    mask = np.array([[1, 1, 0, 1, 0, 1, 0]], np.float32)
+    where = mask, np.array([[2, 2, 2, 1, 1, 1, 0]], np.int32)
+    equal = np.testing.assert_array_equal
+    equal(compiled["segment_sum"](x, *where), [[3, 3, 3, 10, 10, 10, 0]])
+    equal(jax.jit(segments.segment_count)(*where), [[2, 2, 2, 2, 2, 2, 0]])
+    equal(compiled["segment_max"](-x, *where), [[-1, -1, -1, -4, -4, -4, 0]])
+    equal(last_tokens(*where), [[0, 1, 0, 0, 0, 1, 0]])
+    equal(compiled["next_values"](x, *where), [[2, 0, 0, 6, 6, 0, 0]])
+    equal(compiled["running_sum"](x, *where), [[1, 3, 0, 4, 0, 10, 0]])
+    equal(segment_scan(x, *where, decay=0.5), [[2, 2, 0, 7, 0, 6, 0]])
 
 
 @few
@@ -98,8 +98,10 @@ def test_the_scans_equal_their_twins(seed, decay):
 @given(seeds)
 def test_the_last_trained_token_is_marked_once(seed):
     ragged = Ragged.sample(seed)
-    last = jax.jit(segments.last_tokens)(*ragged.where)
-    ragged.assert_equal(last, [[0] * (m.sum() - 1) + [1] * bool(m.any()) for m in ragged.masks])
+    ragged.assert_equal(
+        last_tokens(*ragged.where),
+        [[0] * (m.sum() - 1) + [1] * bool(m.any()) for m in ragged.masks],
+    )
 
 
 @few
@@ -107,13 +109,13 @@ def test_the_last_trained_token_is_marked_once(seed):
 def test_to_sequences_and_back(seed):
     ragged = Ragged.sample(seed)
     field = ragged.values()
-    total = segments.to_sequences(
+    total = to_sequences(
         ragged.spoiled(field), ragged.mask, ragged.sequence, num_sequences=NUM_SEQUENCES
     )
     np.testing.assert_allclose(
         total, [x.sum() for (x,) in ragged.trained(field)], rtol=2e-5, atol=2e-6
     )
-    packed = np.asarray(segments.to_tokens(total, ragged.sequence, absent=7.0))
+    packed = np.asarray(jax.jit(segments.to_tokens)(total, ragged.sequence, absent=7.0))
     for row, value in zip(ragged.unpack(packed), total, strict=True):
         np.testing.assert_array_equal(row, np.full(len(row), value))
     np.testing.assert_array_equal(packed[ragged.segment_ids == 0], 7)
@@ -138,7 +140,7 @@ def test_gradients_equal_differences_and_stay_away_from_nan(name, options):
 
     with jax.enable_x64(True):
         x = ragged.pack(ragged.values()).astype(np.float64)
-        slope = jax.grad(total)(jnp.asarray(x))
-        spoiled = jax.grad(total)(jnp.where(ragged.mask > 0, x, jnp.nan))
+        slope_of = jax.jit(jax.grad(total))
+        slope, spoiled = slope_of(x), slope_of(np.where(ragged.mask > 0, x, np.nan))
         np.testing.assert_allclose(slope, differences(jax.jit(total), x), rtol=1e-6, atol=1e-8)
     np.testing.assert_array_equal(spoiled, slope)

@@ -103,10 +103,10 @@ def sampled(logits_SV, key_S2, truncation, temperature=1.0):
     )[:2]
 
 
-@functools.partial(jax.jit, static_argnames=("temperature",))
-def trained(logits_SV, token_S, truncation, temperature=1.0):
-    """Log-probabilities of the trainer, for hidden states that are the logits."""
-    return token_logprobs(
+@functools.partial(jax.jit, static_argnames=("temperature", "statistic"))
+def trained(logits_SV, token_S, truncation, temperature=1.0, statistic=None):
+    """Log-probabilities of the trainer, or a statistic, for hidden states that are the logits."""
+    logprob_S2, statistic_S2 = token_logprobs(
         lambda hidden, *_: hidden,
         jnp.stack([logits_SV, logits_SV], axis=1),
         jnp.stack([token_S, token_S], axis=1),
@@ -114,7 +114,9 @@ def trained(logits_SV, token_S, truncation, temperature=1.0):
         temperature=temperature,
         chunk_tokens=1,
         truncation=truncation,
-    )[0][:, 1]
+        statistic=statistic,
+    )
+    return (statistic_S2 if statistic else logprob_S2)[:, 1]
 
 
 @st.composite
@@ -142,8 +144,8 @@ def test_sampler_and_trainer_agree(seed, scale, steps, limits):
     token_S, logprob_S = sampled(logits, keys, truncation)
     # A token that can be drawn is inside the trainer's set.
     np.testing.assert_allclose(trained(logits, token_S, truncation), logprob_S, atol=1e-6)
-    each_VS = [trained(logits, jnp.full(SLOTS, v), truncation) for v in range(V)]
-    np.testing.assert_allclose(np.exp(each_VS).sum(axis=0), 1, rtol=1e-5)
+    each_N = trained(logits.repeat(V, axis=0), np.tile(np.arange(V), SLOTS), truncation)
+    np.testing.assert_allclose(np.exp(each_N).reshape(SLOTS, V).sum(axis=1), 1, rtol=1e-5)
     for row, token, logprob in zip(logits, np.asarray(token_S), np.asarray(logprob_S), strict=True):
         expected, near = sorted_twin(row, **limits)
         # Where a limit is at a token but for rounding, float32 may decide otherwise than float64.
@@ -198,47 +200,42 @@ def test_the_gradient_is_that_of_the_twin():
     truncation, temperature = truncation_of(**limits), 0.8
     kept_SV = np.stack([np.isfinite(sorted_twin(row / temperature, **limits)[0]) for row in logits])
     token_S = logits.argmax(axis=1)
-    grad = jax.grad(lambda x: trained(x, token_S, truncation, temperature=temperature).sum())
+    total = lambda x: trained(x, token_S, truncation, temperature=temperature).sum()  # noqa: E731
     p_SV = np.where(kept_SV, np.exp(logits.astype(np.float64) / temperature), 0)
     p_SV /= p_SV.sum(axis=1, keepdims=True)
-    assert_close(grad(logits), (np.eye(V)[token_S] - p_SV) / temperature)
+    assert_close(jax.jit(jax.grad(total))(logits), (np.eye(V)[token_S] - p_SV) / temperature)
 
 
 def test_a_token_outside_has_no_probability_and_no_gradient():
-    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+    logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     truncation = truncation_of(top_k=2, top_p=1.0, min_p=0.0)
-    token = jnp.array([2])
+    token = np.array([2])
     assert trained(logits, token, truncation).tolist() == [-np.inf]
 
     def masked(x):
         logprob = trained(x, token, truncation)
         return jnp.where(jnp.isneginf(logprob), 0.0, logprob).sum()
 
-    np.testing.assert_array_equal(jax.grad(masked)(logits), 0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(masked))(logits), 0)
 
 
 def test_squared_probabilities_are_those_of_the_kept_tokens():
-    logits = jnp.log(jnp.array([[[0.4, 0.25, 0.2, 0.15]] * 2]))
-    _, squares_BT = token_logprobs(
-        lambda hidden, *_: hidden,
-        logits,
-        jnp.zeros((1, 2), jnp.int32),
-        jnp.ones((1, 2), jnp.int32),
-        temperature=1.0,
-        chunk_tokens=2,
-        statistic=squared_probabilities,
-        truncation=truncation_of(top_k=2, top_p=1.0, min_p=0.0),
-    )
-    assert float(squares_BT[0, 1]) == pytest.approx((0.4**2 + 0.25**2) / 0.65**2)
+    logits, limits = np.log(np.float32([[0.4, 0.25, 0.2, 0.15]])), truncation_of(top_k=2)
+    squares_S = trained(logits, np.array([0]), limits, statistic=squared_probabilities)
+    assert float(squares_S[0]) == pytest.approx((0.4**2 + 0.25**2) / 0.65**2)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def searched(p, weight, wanted, bits):
+    return digit_search(as_rows(p, 0.0), as_rows(weight, 0.0), wanted, digit_bits=bits)
 
 
 @pytest.mark.parametrize("wanted", [3.0, 100.0, 0.5])
 def test_digits_of_any_size_find_the_same(wanted):
     """GPU and TPU search by three bits at a time, CPU by one."""
-    p = jnp.asarray(np.random.default_rng(0).dirichlet(np.full(300, 0.3), size=4), jnp.float32)
-    weight = jnp.ones_like(p) if wanted >= 1 else p
-    rows = as_rows(p, 0.0), as_rows(weight, 0.0)
-    found = [digit_search(*rows, jnp.full((4, 1), wanted), digit_bits=bits) for bits in (1, 3)]
+    p = np.random.default_rng(0).dirichlet(np.full(300, 0.3), size=4).astype(np.float32)
+    weight = np.ones_like(p) if wanted >= 1 else p
+    found = [searched(p, weight, np.full((4, 1), wanted, np.float32), bits) for bits in (1, 3)]
     np.testing.assert_array_equal(*found)
     if wanted >= 1:
         expected = np.sort(p, axis=1)[:, ::-1][:, int(wanted) - 1]

@@ -151,22 +151,23 @@ def test_tree_segments_see_their_prefix(block_tokens, window):
 @pytest.mark.parametrize("block_tokens", [512, 4])
 def test_bfloat16_stays_bfloat16_and_close(packed, block_tokens):
     d_out = normal(np.random.default_rng(1), 3, 9, 4, 8)
-    low = [jnp.asarray(a, jnp.bfloat16) for a in (*packed[:3], d_out)]
+    low = [a.astype(jnp.bfloat16) for a in (*packed[:3], d_out)]
     attend = functools.partial(attention, block_tokens=block_tokens)
     ours = with_gradients(attend, *low[:3], packed[3], low[3])
     for a, twin in zip(ours, attention_twin(*packed, d_out), strict=True):
         assert a.dtype == jnp.bfloat16
-        assert_close(a.astype(jnp.float32), twin, rtol=BFLOAT16)
+        assert_close(np.asarray(a, np.float32), twin, rtol=BFLOAT16)
 
 
 def test_blocks_without_a_common_segment_and_blocks_of_the_future_are_never_computed():
     rng = np.random.default_rng(2)
     q, k, v = normal(rng, 2, 16, 2, 8), normal(rng, 2, 16, 1, 8), normal(rng, 2, 16, 1, 8)
     ids = np.repeat(np.array([[1, 1, 2, 2], [1, 2, 3, 0]], np.int32), 4, axis=1)
-    clean = attention(q, k, v, ids, block_tokens=4)
+    attend = jax.jit(functools.partial(attention, block_tokens=4))
+    clean = np.asarray(attend(q, k, v, ids))
     # Computed and masked, it would show: 0 * nan is nan.
     v[:, :4] = v[:, 12:] = np.nan
-    poisoned = attention(q, k, v, ids, block_tokens=4)
+    poisoned = np.asarray(attend(q, k, v, ids))
     np.testing.assert_array_equal(poisoned[:, 8:12], clean[:, 8:12])
 
 
@@ -194,13 +195,13 @@ def test_of_a_window_only_the_blocks_it_reaches_are_computed(kind):
     attend = functools.partial(
         with_gradients, functools.partial(attention, kind=kind, block_tokens=4)
     )
-    out, d_q, *_ = attend(q, k, v, ids, q)
+    out, d_q, *_ = jax.device_get(attend(q, k, v, ids, q))
     for begin in (16, 60):
         far = [x.copy() for x in (k, v)]
         for x in far:
             # Computed and masked, it would show: 0 * nan is nan.
             x[:, : begin - 4] = np.nan
-        poisoned, d_q_poisoned, *_ = attend(q, *far, ids, q)
+        poisoned, d_q_poisoned, *_ = jax.device_get(attend(q, *far, ids, q))
         np.testing.assert_array_equal(poisoned[:, begin:], out[:, begin:])
         np.testing.assert_array_equal(d_q_poisoned[:, begin:], d_q[:, begin:])
 
@@ -245,11 +246,13 @@ def test_a_sink_is_a_key_without_a_value(packed, block_tokens):
     out, d_q, *_ = attention_twin(q_wide, k_wide, v_wide, np.ones((3, 10), np.int32), wide(along))
     ones = np.ones((3, 9), np.int32)
 
-    def attend(q, k, v, sinks):
-        return attention(q, k, v, ones, AttentionKind(sinks=sinks), block_tokens=block_tokens)
+    def loss(sinks):
+        kind = AttentionKind(sinks=sinks)
+        found = attention(q, k, v, ones, kind, block_tokens=block_tokens)
+        return (found * along).sum(), found
 
-    assert_close(attend(q, k, v, sinks), out[:, 1:, :, :H])
-    slope = jax.grad(lambda sinks: (attend(q, k, v, sinks) * along).sum())(sinks)
+    slope, found = jax.jit(jax.grad(loss, has_aux=True))(sinks)
+    assert_close(found, out[:, 1:, :, :H])
     assert_close(slope, d_q[..., -1].sum((0, 1)) * np.sqrt(H + 1))
 
 
@@ -311,8 +314,8 @@ has_offsets = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="need
 
 def test_segments_are_told_by_their_begins_and_lengths():
     """Padding is a segment too; behind the last one stands -1."""
-    ids = jnp.array([[4, 4, 4, 2, 2, 7, 0, 0], [1] * 8], jnp.int32)
-    lengths, offsets = segment_offsets(ids, 4)
+    ids = np.array([[4, 4, 4, 2, 2, 7, 0, 0], [1] * 8], np.int32)
+    lengths, offsets = jax.jit(segment_offsets, static_argnums=1)(ids, 4)
     np.testing.assert_array_equal(lengths, [[3, 2, 1, 2], [8, -1, -1, -1]])
     np.testing.assert_array_equal(offsets, [[0, 3, 5, 6, -1], [0, -1, -1, -1, -1]])
 
@@ -463,13 +466,13 @@ def test_an_implementation_that_cannot_run_is_refused(requested, platform, dtype
 def test_a_token_against_the_cache_is_the_last_token_of_the_whole_sequence(length, kind):
     rng = np.random.default_rng(2)
     q, k, v = normal(rng, 1, 7, 4, 8), normal(rng, 1, 7, 2, 8), normal(rng, 1, 7, 2, 8)
-    whole = attention(q, k, v, np.ones((1, 7), np.int32), kind)[:, length]
+    whole = jax.jit(attention)(q, k, v, np.ones((1, 7), np.int32), kind)[:, length]
 
     # What a previous owner of the slot left behind the real tokens is large, and must not show.
     cache_k, cache_v = 100 * normal(rng, 1, 2, 8, 10), 100 * normal(rng, 1, 2, 10, 8)
     cache_k[..., :length] = k[:, :length].transpose(0, 2, 3, 1)
     cache_v[:, :, :length] = v[:, :length].transpose(0, 2, 1, 3)
-    cached = cached_attention(
+    cached = jax.jit(cached_attention)(
         q[:, length],
         k[:, length],
         v[:, length],

@@ -12,13 +12,7 @@ from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.decoder import (
-    decoder_graph,
-    init_params,
-    rotary_angles,
-    rotate,
-    split_layers,
-)
+from jaxrl.models.decoder import decoder_graph, init_params, rotary_angles, rotate, split_layers
 from jaxrl.models.model_config import STACKS, LoraConfig, ModelConfig, RopeScaling
 
 TINY = ModelConfig(
@@ -140,6 +134,7 @@ FAMILIES["glm-4.5"] = dataclasses.replace(
 )
 
 
+DELTA = {"delta_key_heads": 2, "delta_value_heads": 4}
 # The parts of Gemma 3n's layers that others have not.
 SHARING = dataclasses.replace(
     TINY,
@@ -176,8 +171,8 @@ def model_of(config: ModelConfig):
     """Graph and weights; biases and norm scales are random too, or they could not be seen missing."""
     graph, shapes, _ = decoder_graph(config)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: 0.3 * rng.normal(size=s.shape), shapes)
-    return graph, jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+    params = jax.tree.map(lambda s: np.float32(0.3) * rng.normal(size=s.shape).astype("f"), shapes)
+    return graph, jax.device_put(params)
 
 
 def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=None):
@@ -198,6 +193,12 @@ def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=Non
         temperature=1.0,
         chunk_tokens=8,
     )[0]
+
+
+@functools.cache
+def compiled(config):
+    """`forward` of a family, one program for all tests of a shape."""
+    return jax.jit(functools.partial(forward, config))
 
 
 def random_tokens(length: int, *, rows: int = 1, seed: int = 0) -> np.ndarray:
@@ -253,8 +254,7 @@ def test_fresh_weights_have_the_planned_shapes_and_scale():
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_packed_equals_unpacked(config):
     _, params = model_of(config)
-    run = jax.jit(functools.partial(forward, config))
-    lengths = [7, 5, 3]
+    run, lengths = compiled(config), [7, 5, 3]
     sequences = [random_tokens(n, seed=n)[0] for n in lengths]
     T = 18
     tokens, positions, segments = (np.zeros((1, T), np.int32) for _ in range(3))
@@ -295,12 +295,12 @@ def test_unrolling_and_rematerialising_change_no_value_and_no_gradient():
 def test_a_list_of_layers_computes_what_their_stack_does(config):
     """And no stack is made of it again."""
     _, params = model_of(config)
-    tokens_BT = random_tokens(10)
-    where = whole_sequence(tokens_BT)
-    evaluate = jax.jit(lambda params: forward(config, params, tokens_BT, *where))
-    apart = split_layers(params)
-    assert_close(evaluate(apart), evaluate(params), scale=1)
-    text = str(jax.make_jaxpr(evaluate)(apart))
+    tokens_BT = random_tokens(18)
+    given = tokens_BT, *whole_sequence(tokens_BT)
+    apart = jax.jit(split_layers)(params)
+    run = compiled(config)
+    assert_close(run(apart, *given), run(params, *given), scale=1)
+    text = str(jax.make_jaxpr(run)(apart, *given))
     stacks = [params[name] for name in STACKS if name in params]
     sizes = {leaf.shape for leaf in jax.tree.leaves(stacks) if leaf.ndim > 3 or leaf[0].size > 300}
     assert sizes and not [size for size in sizes if f"f32[{','.join(map(str, size))}]" in text]
@@ -409,10 +409,7 @@ def test_every_weight_takes_part(config):
         ("traced", {"lora": LoraConfig(rank=2)}),
         ("traced", {"num_experts": 4, "experts_per_token": 2}),
         ("traced", {"sliding_window": 3, "layer_pattern": ("sliding", "sliding", "full")}),
-        (
-            "traced",
-            {"layer_pattern": ("delta", "full"), "delta_key_heads": 2, "delta_value_heads": 4},
-        ),
+        ("traced", DELTA | {"layer_pattern": ("delta", "full")}),
         ("traced", {"sliding_window": 3, "layer_pattern": ("sliding", "full"), "full_head_dim": 6}),
     ],
 )
@@ -422,12 +419,9 @@ def test_the_program_does_not_grow_with_depth(stage, changes):
     def size(num_layers):
         config = dataclasses.replace(TINY, num_layers=num_layers, **changes)
         _, shapes, _ = decoder_graph(config)
-        program = jax.jit(
-            jax.grad(
-                lambda params: forward(config, params, tokens_BT, *whole_sequence(tokens_BT)).sum()
-            )
-        ).lower(shapes)
-        return len((program if stage == "traced" else program.compile()).as_text())
+        total = lambda params: forward(config, params, tokens_BT, *whole_sequence(tokens_BT)).sum()  # noqa: E731
+        program = jax.jit(jax.grad(total)).trace(shapes)
+        return len(str(program.jaxpr) if stage == "traced" else program.lower().compile().as_text())
 
     assert abs(size(64) / size(4) - 1) < 0.1
 
@@ -450,7 +444,8 @@ def test_a_window_is_a_window_in_every_layer_that_slides_and_in_no_other():
             attend = lambda q, k, v, kind, *_: (attention(q, k, v, segment_ids_BT, kind), None)  # noqa: E731
             return model(tokens_BT, positions_BT, attend, compute=Compute()).hidden_BTD
 
-        differs_BT = (hidden(tokens_BT) != hidden(changed_BT)).any(-1)
+        run = jax.jit(hidden)
+        differs_BT = (np.asarray(run(tokens_BT)) != np.asarray(run(changed_BT))).any(-1)
         return np.flatnonzero(differs_BT[0]).max()
 
     assert seen(("sliding",)) == 6
@@ -459,7 +454,7 @@ def test_a_window_is_a_window_in_every_layer_that_slides_and_in_no_other():
 
 def test_queries_of_a_decoded_token_wait_for_nothing_but_on_a_tpu():
     """A barrier there, and with several tokens none: a program of two layers has one in its scan."""
-    graph, params = decoder_graph(TINY)[0], init_params(TINY, jax.random.key(0))
+    graph, params, _ = decoder_graph(TINY)
 
     def run(params, tokens):
         attend = lambda q, k, v, kind, *_: (q, None)  # noqa: E731
@@ -478,8 +473,9 @@ def test_rotation_depends_on_distance_alone():
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(1, 1, 1, 8)).astype(np.float32) for _ in range(2))
 
+    @jax.jit
     def product(i, j):
-        at = [rotary_angles(jnp.array([[n]]), 8, 10_000.0, None) for n in (i, j)]
+        at = [rotary_angles(n[None, None], 8, 10_000.0, None) for n in (i, j)]
         return (rotate(q, at[0]) * rotate(k, at[1])).sum()
 
     np.testing.assert_allclose(product(7, 3), product(107, 103), rtol=1e-4)
@@ -526,14 +522,7 @@ def test_stretched_wavelengths_keep_short_ones_and_divide_long_ones():
         ({"full_kv_heads": 3}, "num_heads 4 is not a multiple of full_kv_heads 3"),
         ({"num_tokens": 25}, "num_tokens 25 exceeds vocab_size 24"),
         ({"layer_pattern": ("delta", "full")}, "delta_key_heads 0 and delta_value_heads 0"),
-        (
-            {
-                "layer_pattern": ("delta", "full", "full"),
-                "delta_key_heads": 2,
-                "delta_value_heads": 4,
-            },
-            "num_layers 2 is no multiple of the 3 layers",
-        ),
+        (DELTA | {"layer_pattern": ("delta", "full", "full")}, "num_layers 2 is no multiple of"),
     ],
 )
 def test_impossible_shapes_are_refused_with_their_values(change, message):

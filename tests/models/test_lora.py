@@ -68,8 +68,8 @@ def trained(config):
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
     adapters, rest = lora.split(params)
     rng = np.random.default_rng(1)
-    moved = lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32)  # noqa: E731
-    return lora.join(jax.tree.map(moved, adapters), rest)
+    moved = lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(np.float32)  # noqa: E731
+    return lora.join(jax.device_put(jax.tree.map(moved, adapters)), rest)
 
 
 @functools.partial(jax.jit, static_argnums=0)

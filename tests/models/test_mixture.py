@@ -122,11 +122,12 @@ def test_no_token_is_dropped_when_all_choose_one_expert(apply):
 @all_ways
 def test_gradients_by_finite_differences(apply, inputs):
     with jax.enable_x64(True):
-        wide = lambda a: jnp.asarray(a, jnp.float64)  # noqa: E731
-        x, expert, share = wide(inputs[0]), jnp.asarray(inputs[1]), wide(inputs[2])
+        wide = lambda a: a.astype(np.float64)  # noqa: E731
+        x, expert, share = wide(inputs[0]), inputs[1], wide(inputs[2])
         gate, up, down = map(wide, WEIGHTS)
         along = wide(normal(*x.shape, seed=6))
 
+        @jax.jit
         def loss(x, share, gate):
             return jnp.sum(apply(x, expert, share, named(gate, up, down)) * along)
 
@@ -134,8 +135,7 @@ def test_gradients_by_finite_differences(apply, inputs):
         step = tuple(wide(normal(*a.shape, seed=7 + i)) for i, a in enumerate(at))
         moved = lambda s: loss(*(a + s * 1e-6 * d for a, d in zip(at, step, strict=True)))  # noqa: E731
         slope = sum(
-            jnp.sum(g * d)
-            for g, d in zip(jax.grad(loss, argnums=(0, 1, 2))(*at), step, strict=True)
+            np.sum(g * d) for g, d in zip(jax.grad(loss, argnums=(0, 1, 2))(*at), step, strict=True)
         )
         np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / 2e-6, rtol=1e-6)
 
@@ -147,7 +147,7 @@ def test_experts_in_bfloat16_round_no_further_than_their_products(apply):
     gate, up, down = (normal(4, 256, 256, seed=2 + i) / 16 for i in range(3))
     bias, along = normal(4, 256, seed=5), normal(1, 40, 256, seed=6)
     expert = np.random.default_rng(7).integers(0, 4, (1, 40, 2)).astype(np.int32)
-    narrow = lambda *arrays: [jnp.asarray(a, jnp.bfloat16) for a in arrays]  # noqa: E731
+    narrow = lambda *arrays: [a.astype(jnp.bfloat16) for a in arrays]  # noqa: E731
     x, gate, up, down, bias, along = narrow(x, gate, up, down, bias, along)
 
     def loss(x, share):
@@ -156,7 +156,7 @@ def test_experts_in_bfloat16_round_no_further_than_their_products(apply):
         out = apply(x, expert, share, weights)
         return (out * along).astype(jnp.float32).sum(), out
 
-    (d_x, d_share), out = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, jnp.asarray(share))
+    (d_x, d_share), out = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, share)
     wide = lambda a: np.asarray(a, np.float64)  # noqa: E731
     expected = {"out": np.zeros((40, 256)), "share": np.zeros((40, 2)), "x": np.zeros((40, 256))}
     for t, a in np.ndindex(40, 2):
@@ -203,11 +203,7 @@ def out_and_gradients(apply, x, expert, share, weights, first, along):
     held=st.sampled_from([(0, 8), (2, 4), (4, 4)]),
     adapted=st.booleans(),
     way=st.sampled_from(
-        [
-            apply_experts_in_tiles,
-            functools.partial(in_chunks, expert_shards=3),
-            apply_all_experts,
-        ]
+        [apply_experts_in_tiles, functools.partial(in_chunks, expert_shards=3), apply_all_experts]
     ),
 )
 def test_chunks_are_the_grouped_products(tokens, favourite, share_of_favourite, held, adapted, way):
@@ -285,20 +281,27 @@ def test_tiles_need_no_memory_for_each_expert():
 
 
 @functools.cache
-def layer():
-    return MixtureOfExperts(CONFIG, rngs=nnx.Rngs(0))
+def layer(config=CONFIG):
+    return nnx.jit(lambda: MixtureOfExperts(config, rngs=nnx.Rngs(0)))()
+
+
+X = normal(B, T, D)
+
+
+def passed(layer, x=X, live=np.ones((B, T), bool), **options):  # noqa: B008
+    """What a layer makes of tokens, and their routing, by one program."""
+    return jax.jit(lambda x, live: layer(x, live, Compute(**options)))(x, live)
 
 
 def test_the_most_probable_experts_share_the_token_in_proportion():
-    x, live = normal(B, T, D), np.ones((B, T), bool)
-    found, _ = layer()(x, live, Compute())
-    probability = np.exp(x @ np.asarray(layer().router[...]))
+    found, _ = passed(layer())
+    probability = np.exp(X @ np.asarray(layer().router[...]))
     probability /= probability.sum(-1, keepdims=True)
     expert = np.argsort(-probability, axis=-1)[..., :A]
     share = np.take_along_axis(probability, expert, -1)
     share /= share.sum(-1, keepdims=True)
     weights = [np.asarray(getattr(layer(), n).weight[...]) for n in ("gate", "up", "down")]
-    assert_close(found, experts_twin(x, expert, share, *weights))
+    assert_close(found, experts_twin(X, expert, share, *weights))
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -313,12 +316,10 @@ def test_sigmoid_routing_is_its_slow_twin(groups):
         expert_groups=groups,
         groups_per_token=min(2, groups),
     )
-    mixture = MixtureOfExperts(config, rngs=nnx.Rngs(0))
-    bias = normal(6, seed=8)
+    mixture, bias = layer(config), normal(6, seed=8)
     mixture.correction_bias[...] = jnp.asarray(bias)
-    x, live = normal(B, T, D), np.ones((B, T), bool)
-    found, routing = mixture(x, live, Compute())
-    score = 1 / (1 + np.exp(-x @ np.asarray(mixture.router[...])))
+    found, routing = passed(mixture)
+    score = 1 / (1 + np.exp(-X @ np.asarray(mixture.router[...])))
     expert = np.zeros((B, T, 3), np.int32)
     for b, t in np.ndindex(B, T):
         biased = (score[b, t] + bias).reshape(groups, -1)
@@ -328,7 +329,7 @@ def test_sigmoid_routing_is_its_slow_twin(groups):
     share = np.take_along_axis(score, expert, -1)
     share *= 2.5 / share.sum(-1, keepdims=True)
     weights = [np.asarray(getattr(mixture, n).weight[...]) for n in ("gate", "up", "down")]
-    assert_close(found, experts_twin(x, expert, share, *weights))
+    assert_close(found, experts_twin(X, expert, share, *weights))
     np.testing.assert_array_equal(routing.chosen_E, np.bincount(expert.reshape(-1), minlength=6))
     np.testing.assert_allclose(routing.probability_E.sum(), B * T, rtol=1e-6)
 
@@ -336,31 +337,30 @@ def test_sigmoid_routing_is_its_slow_twin(groups):
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_token_passes_the_shared_expert(gated):
     config = dataclasses.replace(CONFIG, shared_d_ff=3, shared_gate=gated)
-    mixture = MixtureOfExperts(config, rngs=nnx.Rngs(0))
-    x, live = normal(B, T, D), np.ones((B, T), bool)
-    found, _ = mixture(x, live, Compute())
-    routed, _ = layer()(x, live, Compute())  # drawn from the same seed, before the shared expert
+    mixture = layer(config)
+    found, _ = passed(mixture)
+    routed, _ = passed(layer())  # drawn from the same seed, before the shared expert
     shared = mixture.shared
     gate, up, down = (np.asarray(p.weight[...]) for p in (shared.gate, shared.up, shared.down))
-    out = (silu(x @ gate) * (x @ up)) @ down
+    out = (silu(X @ gate) * (X @ up)) @ down
     if gated:
-        out /= 1 + np.exp(-x @ np.asarray(mixture.shared_gate[...]))[..., None]
+        out /= 1 + np.exp(-X @ np.asarray(mixture.shared_gate[...]))[..., None]
     assert_close(found, routed + out)
 
 
 def test_a_clamped_gate_and_biases_by_hand():
     """One expert of width 1: gate 9 is cut to 7, up -8 to -7; then (up + 1) * gate * sigmoid(1.702 gate)."""
-    ones = jnp.ones((1, 1, 1))
+    ones = np.ones((1, 1, 1), np.float32)
     weights = {
         "gate": {"weight": 4 * ones, "bias": 1 * ones[0]},
         "up": {"weight": -5 * ones, "bias": 2 * ones[0]},
         "down": {"weight": 3 * ones, "bias": 0.5 * ones[0]},
     }
     hidden = (-7 + 1) * 7 / (1 + np.exp(-1.702 * 7))
+    expert = np.zeros((1, 1, 1), np.int32)
     for apply in (apply_experts, apply_experts_in_tiles):
-        out = apply(
-            2 * ones, np.zeros((1, 1, 1), np.int32), 0.25 * ones, weights, None, "clamped_silu"
-        )
+        clamped = jax.jit(functools.partial(apply, activation="clamped_silu"))
+        out = clamped(2 * ones, expert, 0.25 * ones, weights)
         assert_close(out, 0.25 * (3 * hidden + 0.5) * ones)
 
 
@@ -368,23 +368,23 @@ def test_a_clamped_gate_and_biases_by_hand():
 def test_given_experts_take_the_place_of_the_routers_choice(sigmoid):
     """Their weights are the router's; -1 leaves a token to it; the order does not matter."""
     config = dataclasses.replace(CONFIG, sigmoid_routing=sigmoid, normalize_experts=True)
-    layer = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    mixture = layer(config)
     x, live = normal(B, T, D), np.ones((B, T), bool)
     live[1, 5:] = False
-    _, own = layer(x, live, Compute(keeps_routes=True))
+    _, own = passed(mixture, x, live, keeps_routes=True)
     given = np.array(own.expert)[..., ::-1].copy()
     given[0, 0] = [(given[0, 0, 0] + 1) % E, (given[0, 0, 0] + 2) % E]
     given[0, 1] = -1
     given[1, 5:] = 0  # padding
-    found, routing = layer(x, live, Compute(keeps_routes=True, routes=jnp.int16(given)))
+    found, routing = passed(mixture, x, live, keeps_routes=True, routes=given.astype(np.int16))
     expected = np.where(given == -1, own.expert, given)
     expected[1, 5:] = E
     np.testing.assert_array_equal(routing.expert, expected)
-    logits = x @ np.asarray(layer.router[...])
+    logits = x @ np.asarray(mixture.router[...])
     score = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits)
     share = np.take_along_axis(score, np.minimum(expected, E - 1), axis=-1)
     share /= share.sum(-1, keepdims=True)
-    weights = [np.asarray(getattr(layer, name).weight[...]) for name in ("gate", "up", "down")]
+    weights = [np.asarray(getattr(mixture, name).weight[...]) for name in ("gate", "up", "down")]
     assert_close(found, experts_twin(x, expected, share, *weights))
     # Twelve live tokens: one has none given, and one has others.
     assert [float(count) for count in routing.same] == [10, 11]
@@ -394,8 +394,8 @@ def test_given_experts_take_the_place_of_the_routers_choice(sigmoid):
 
 def test_padding_is_no_experts_business():
     x, live = normal(B, T, D), np.arange(T)[None] < np.array([[4], [7]])
-    out, routing = layer()(x, live, Compute())
-    changed, same = layer()(np.where(live[..., None], x, 1e3).astype(np.float32), live, Compute())
+    out, routing = passed(layer(), x, live)
+    changed, same = passed(layer(), np.where(live[..., None], x, np.float32(1e3)), live)
     np.testing.assert_array_equal(np.asarray(out)[live], np.asarray(changed)[live])
     assert (np.asarray(out)[~live] == 0).all()
     jax.tree.map(np.testing.assert_array_equal, routing, same)
@@ -433,7 +433,7 @@ def test_the_load_balancing_loss_is_transformers_for_one_layer():
     torch = import_extra("parity", "torch")
     moe = import_extra("parity", "transformers.models.qwen3_moe.modeling_qwen3_moe")
     x, live = normal(B, T, D), np.arange(T)[None] < np.array([[4], [7]])
-    _, routing = layer()(x, live, Compute())
+    _, routing = passed(layer(), x, live)
     logits = torch.from_numpy(x @ np.asarray(layer().router[...])).reshape(-1, E)
     expected = moe.load_balancing_loss_func(
         (logits,), num_experts=E, top_k=A, attention_mask=torch.from_numpy(live.astype(np.int64))

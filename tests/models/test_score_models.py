@@ -1,6 +1,7 @@
 """Score heads: a critic from an actor, verdicts at the ends of sequences, reward models of Transformers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ ACTOR = ModelConfig(
 B, T = 3, 9
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def hidden_and_scores(config, params, tokens_BT, segment_ids_BT):
     model = nnx.merge(decoder_graph(config)[0], params)
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -61,16 +63,17 @@ def test_a_fresh_critic_learns():
         ones = np.ones((B, T), np.int32)
         return jnp.mean((hidden_and_scores(critic, params, tokens(), ones)[1] - 1.0) ** 2)
 
-    before, gradient = jax.value_and_grad(loss)(score_params(params, critic))
+    params = jax.device_get(score_params(params, critic))
+    before, gradient = jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
     assert np.abs(gradient["score_head"]).max() > 0
-    step = jax.tree.map(lambda p, g: p - 1e-3 * g, score_params(params, critic), gradient)
+    step = jax.tree.map(lambda p, g: p - np.float32(1e-3) * g, params, gradient)
     assert loss(step) < before
 
 
 def test_scores_count_at_the_last_token_of_a_sequence():
     scores = np.arange(1, 13, dtype=np.float32).reshape(2, 6, 1)
     segments = np.array([[1, 1, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1]], np.int32)
-    found = last_scores(jnp.asarray(scores), jnp.asarray(segments))[..., 0]
+    found = np.asarray(jax.jit(last_scores)(scores, segments))[..., 0]
     np.testing.assert_array_equal(found, [[0, 2, 3, 0, 5, 0], [0, 0, 0, 0, 0, 12]])
 
 
@@ -107,10 +110,9 @@ def test_reward_models_of_transformers(tmp_path, family, num_scores):
     lengths = np.array([T, 4, 6])
     live = np.arange(T)[None] < lengths[:, None]
     padded = np.where(live, np.maximum(tokens(), 1), 0).astype(np.int32)
-    scores = last_scores(
-        hidden_and_scores(config, params, padded, live.astype(np.int32))[1], live.astype(np.int32)
-    )
-    found = np.asarray(scores)[np.arange(B), lengths - 1]
+    segments = live.astype(np.int32)
+    scores = hidden_and_scores(config, params, padded, segments)[1]
+    found = np.asarray(jax.jit(last_scores)(scores, segments))[np.arange(B), lengths - 1]
 
     def verdict(model):
         with torch.no_grad():

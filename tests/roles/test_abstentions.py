@@ -173,17 +173,11 @@ def test_advantages_by_hand():
     assert first[1, 0] == first[2, 0] == first[2, 1] == 0 and not first[3].any()
 
 
-LOSSES = {
-    "dapo": ("grpo", "clipped", "token-mean"),
-    "grpo": ("grpo", "clipped", "seq-mean-token-mean"),
-    "gspo": ("rloo", "gspo", "seq-mean-token-mean"),
-    "reinforce++": ("reinforce_plus_plus_baseline", "policy_gradient", "token-mean"),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_update_is_that_of_the_batch_without_them(name):
-    advantage, loss, aggregation = LOSSES[name]
+@pytest.mark.parametrize(
+    ("advantage", "loss", "aggregation"),
+    [("grpo", "clipped", "token-mean"), ("rloo", "gspo", "seq-mean-token-mean")],
+)
+def test_the_update_is_that_of_the_batch_without_them(advantage, loss, aggregation):
     case, estimator = Case.of(ABSTAINED), Estimator.of(advantage, {})
     objective = policy(
         loss, LOSS_OPTIONS.get(loss, {}), aggregation=aggregation, entropy_coef=0.01, kl_coef=0.1

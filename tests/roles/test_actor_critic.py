@@ -50,7 +50,8 @@ def options(**changes: Any) -> dict[str, Any]:
 @functools.cache
 def weights() -> dict[str, Any]:
     head = 0.3 * jax.random.normal(jax.random.key(4), (MODEL.d_model, 1))
-    return jax.device_get(init_params(MODEL, jax.random.key(3)) | {"score_head": head})
+    params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(3))
+    return jax.device_get(params | {"score_head": head})
 
 
 def both_on(mesh: Any = ONE) -> ActorCritic:
@@ -179,7 +180,7 @@ def test_eight_devices_learn_what_one_does(layout):
 
 def test_weights_of_a_language_model_get_a_value_head_of_zeros():
     role = ActorCritic(BOTH, ONE, temperature=0.9, **options())
-    role.start_from(init_params(MODEL, jax.random.key(3)))
+    role.start_from(jax.device_put({n: x for n, x in weights().items() if n != "score_head"}))
     batch, _ = batch_of("packed")
     assert not np.asarray(role.logprobs_and_values(batch)[1]).any()
     unclipped = policy("clipped", **LOSS, value_coef=COEF)
@@ -187,10 +188,9 @@ def test_weights_of_a_language_model_get_a_value_head_of_zeros():
     assert losses[0] == pytest.approx(0.5 * 0.7**2, rel=1e-4) and losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_and_the_value_head_are_trained_and_nothing_else(dtype):
+def test_adapters_and_the_value_head_are_trained_and_nothing_else():
     model = dataclasses.replace(BOTH, lora=LoraConfig(rank=2))
-    role = ActorCritic(model, ONE, temperature=0.9, **options(train=TrainConfig(dtype=dtype)))
+    role = ActorCritic(model, ONE, temperature=0.9, **options(train=TrainConfig(dtype="bfloat16")))
     role.init()
     batch, _ = batch_of("one each")
     of_the_base = np.asarray(role.reference_logprobs(batch))

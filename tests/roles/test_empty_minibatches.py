@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
@@ -33,7 +32,6 @@ def batches(empty: tuple[int, ...], num: int = 2) -> TrainBatch:
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
-CLIPPED = policy("clipped", CLIP)
 OBJECTIVES = {
     "plain": policy("clipped", CLIP, entropy_coef=0.01, kl_coef=0.1),
     "bypass": policy(
@@ -71,8 +69,7 @@ def test_an_empty_minibatch_is_no_part_of_a_mean(name):
         assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("layout", ["1-1-1", "1-1-4"])
+@pytest.mark.parametrize(("name", "layout"), [("bypass", "1-1-1"), ("plain", "1-1-4")])
 def test_an_update_without_trained_tokens_has_finite_metrics(name, layout):
     found = updated(batches(empty=(0, 1)), name, layout)
     assert [key for key, x in found.items() if not math.isfinite(x)] == []
@@ -83,7 +80,8 @@ def test_an_update_without_trained_tokens_has_finite_metrics(name, layout):
 def test_weights_that_are_nan_are_seen_beside_an_empty_minibatch(empty):
     actor = actor_of()
     actor.init()
-    state = actor.for_training()
-    actor.state = state.replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
-    metrics = actor.update(actor.place(batches(empty)), CLIPPED)
+    state = jax.device_get(actor.state)
+    state = state.replace(params=jax.tree.map(lambda x: x * np.float32(np.nan), state.params))
+    actor.state = jax.device_put(state, actor.state_shardings())
+    metrics = actor.update(actor.place(batches(empty)), OBJECTIVES["plain"])
     assert math.isnan(metrics["loss"]) and math.isnan(metrics["grad_norm"])

@@ -93,7 +93,8 @@ def twin():
     batch = jax.device_get(batch_for(actor))
     of, tokens, advantage = distributions(actor, batch)
     flat = np.asarray(ravel_pytree(first_state().params)[0])
-    old_NV = np.asarray(jax.jit(of)(flat), np.float64)
+    run = jax.jit(of)
+    old_NV = np.asarray(run(flat), np.float64)
     N, V = old_NV.shape
     # Row by row: `jacrev` maps the backward pass over vectors, which this model's does not bear.
     rows = jnp.eye(N * V, dtype=jnp.float32).reshape(-1, N, V)
@@ -106,7 +107,7 @@ def twin():
     fisher = np.einsum("nvp,nvq->pq", weighted_NVP, jacobian_NVP) / N
 
     def measure(new_flat):
-        new_NV = np.asarray(of(np.float32(new_flat)), np.float64)
+        new_NV = np.asarray(run(np.float32(new_flat)), np.float64)
         ratio = np.exp(new_NV - old_NV)[np.arange(N), tokens]
         kl = (np.exp(old_NV) * (old_NV - new_NV)).sum(axis=1).mean()
         return -(ratio * advantage).mean(), kl

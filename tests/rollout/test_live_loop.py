@@ -374,7 +374,7 @@ def test_two_processes_decode_what_arrives_at_the_first():
         ]
 
 
-@pytest.mark.parametrize("layout", [(), (("1-2-2",),)])
+@pytest.mark.parametrize("layout", [(), pytest.param((("1-2-2",),), marks=pytest.mark.long)])
 def test_prompts_are_scored_the_same_in_chunks_and_beside_others(layout):
     """Lengths around the ends of chunks; a scored prompt shares no pages with one that is not."""
     rng = np.random.default_rng(0)

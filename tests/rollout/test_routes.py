@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from byte_engine import assert_same_samples
 from flax import nnx
+from slow_values import mostly_slow
 from test_delta_states import DELTA, EIGHT, backend_of, weights
 from test_driver import OPTIONS, PROMPTS
 from test_engine import MODEL
@@ -47,9 +48,8 @@ def plain_pass(model):
         return out.routing.expert[:, 0].swapaxes(0, 1)
 
     # Of one length: padding comes last, and nothing before it depends on it.
-    return lambda tokens: np.asarray(run(jnp.pad(tokens, (0, 64 - len(tokens)))[None]))[
-        : len(tokens)
-    ]
+    padded = lambda tokens: np.pad(tokens, (0, 64 - len(tokens)))[None]  # noqa: E731
+    return lambda tokens: np.asarray(run(padded(tokens)))[: len(tokens)]
 
 
 def assert_routes_of_a_plain_pass(completions: Completions, model) -> None:
@@ -64,23 +64,19 @@ def assert_routes_of_a_plain_pass(completions: Completions, model) -> None:
 
 WAYS = {
     "contiguous": {},
-    "a scan": {"unroll": 1},
-    "pages": {"cache": "paged", "slots": 4},
+    "a scan, pages": {"unroll": 1, "cache": "paged", "slots": 4},
     "prefill in chunks": {"prefill_chunk_tokens": 5, "tokens_per_dispatch": 64, "slots": 2},
     "heads and replicas, pages": {"layout": EIGHT, "slots": 32, "cache": "paged"},
     "speculation": {"speculate": 2, "tokens_per_dispatch": 12},
 }
 
 
-LONG = ("prefill in chunks", "heads and replicas, pages", "speculation")
-
-
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.long] * (way in LONG)) for way in WAYS]
+    "changes", mostly_slow(WAYS, fast=("contiguous", "a scan, pages"), long=WAYS)
 )
-def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
+def test_the_sampler_keeps_what_every_token_took(changes, monkeypatch):
     monkeypatch.setattr(speculation, "OFF_ON", ())
-    changes = dict(WAYS[way])
+    changes = dict(changes)
     backend = backend_of(changes.pop("layout", ("1-1-1",)), MIXTURE, keeps_routes=True, **changes)
     assert_routes_of_a_plain_pass(backend.generate(PROMPTS, OPTIONS), MIXTURE)
 

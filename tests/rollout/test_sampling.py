@@ -32,6 +32,8 @@ from jaxrl.rollout.sampling import (
 
 V = 64
 SAMPLES = 4096
+compiled_noise = jax.jit(gumbel_noise, static_argnums=2)
+keys_of, drawn_by = jax.jit(sample_keys), jax.jit(draw)
 
 
 def noise_of(
@@ -39,12 +41,9 @@ def noise_of(
 ) -> np.ndarray:
     """Noise for one slot per entry; single entries are repeated."""
     num_slots = max(len(prompts), len(indices), len(positions))
-    prompts, indices, positions = (
-        jnp.broadcast_to(jnp.asarray(x, jnp.int32), (num_slots,))
-        for x in (prompts, indices, positions)
-    )
-    keys_S2 = sample_keys(np.uint32(seed), np.int32(step), prompts, indices)
-    return np.asarray(gumbel_noise(keys_S2, positions, vocab_size))
+    slots = [np.broadcast_to(np.int32(x), (num_slots,)) for x in (prompts, indices, positions)]
+    keys_S2 = keys_of(np.uint32(seed), np.int32(step), *slots[:2])
+    return np.asarray(compiled_noise(keys_S2, slots[2], vocab_size))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_tokens_follow_the_softmax(source, seed, request):
     noise = request.getfixturevalue(source)[:, 16 * seed : 16 * seed + 16]
     logits_V = 1.2 * np.random.default_rng(seed).normal(size=16).astype(np.float32)
     p_V = np.exp(logits_V) / np.exp(logits_V).sum()
-    tokens = np.asarray(sample_tokens(jnp.asarray(logits_V)[None], jnp.asarray(noise)))
+    tokens = np.asarray(jax.jit(sample_tokens)(logits_V[None], noise))
     counts_V = np.bincount(tokens, minlength=16)
     chi_square = ((counts_V - SAMPLES * p_V) ** 2 / (SAMPLES * p_V)).sum()
     # 15 degrees of freedom: 44.3 is exceeded once in ten thousand.
@@ -122,7 +121,7 @@ def test_likely_tokens_of_a_large_vocabulary_keep_their_share():
     noise = noise_of(indices=np.arange(num_samples), vocab_size=vocab_size)
     logits_V = np.zeros(vocab_size, np.float32)
     logits_V[17] = np.log(vocab_size - 1)
-    hits = (np.asarray(sample_tokens(jnp.asarray(logits_V)[None], jnp.asarray(noise))) == 17).mean()
+    hits = (np.asarray(jax.jit(sample_tokens)(logits_V[None], noise)) == 17).mean()
     assert abs(hits - 0.5) < 5 * 0.5 / np.sqrt(num_samples)
 
 
@@ -159,7 +158,8 @@ def test_the_hash_spreads_every_bit():
     """Flipping one input bit flips each output bit in about half of 2000 cases."""
     words = np.random.default_rng(0).integers(0, 2**32, (2000, 1), np.uint32)
     bit = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    flipped = np.asarray(_mix(jnp.asarray(words)) ^ _mix(jnp.asarray(words ^ bit)))
+    mixed = jax.jit(_mix)
+    flipped = np.asarray(mixed(words)) ^ np.asarray(mixed(words ^ bit))
     share = (flipped[:, :, None] & bit > 0).mean(axis=0)
     assert np.abs(share - 0.5).max() < 0.1
 
@@ -182,13 +182,13 @@ def test_padding_the_vocabulary_leaves_the_noise_of_real_tokens():
 
 
 def test_noise_is_the_same_compiled_and_split_over_devices():
-    keys_S2 = sample_keys(np.uint32(1), np.int32(2), jnp.arange(8), jnp.arange(8))
-    plain = gumbel_noise(keys_S2, jnp.arange(8), V)
+    slots = np.arange(8, dtype=np.int32)
+    keys_S2 = keys_of(np.uint32(1), np.int32(2), slots, slots)
+    # Operation by operation.
+    plain = gumbel_noise(keys_S2, slots, V)
     mesh = jax.make_mesh((4, 2), ("slots", "vocab"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = jax.NamedSharding(mesh, jax.P("slots", "vocab"))
-    sharded = jax.jit(lambda k, p: gumbel_noise(k, p, V), out_shardings=split)(
-        keys_S2, jnp.arange(8)
-    )
+    sharded = jax.jit(lambda k, p: gumbel_noise(k, p, V), out_shardings=split)(keys_S2, slots)
     assert_close(sharded, plain, rtol=1e-6)
 
 
@@ -197,14 +197,14 @@ def test_noise_is_the_same_compiled_and_split_over_devices():
 
 def truncation(slots=1, **limits) -> Truncation:
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return jax.tree.map(lambda x: jnp.full(slots, x), truncation_of(**defaults | limits))
+    return jax.tree.map(lambda x: np.full(slots, x), truncation_of(**defaults | limits))
 
 
 def kept(logits, **limits):
     """Indices of the tokens that can still be drawn: those that are, where the noise is all for them."""
     V = len(logits)
-    logits_VV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (V, V))
-    token_V = np.asarray(draw(logits_VV, 1e4 * jnp.eye(V), truncation(slots=V, **limits)))
+    logits_VV, noise_VV = np.tile(np.float32(logits), (V, 1)), 1e4 * np.eye(V, dtype=np.float32)
+    token_V = np.asarray(drawn_by(logits_VV, noise_VV, truncation(slots=V, **limits)))
     return np.flatnonzero(token_V == np.arange(V)).tolist()
 
 
@@ -229,11 +229,11 @@ def test_truncation_by_hand():
 
 def test_slots_are_truncated_apart():
     apart = truncation(slots=2)
-    limits = dataclasses.replace(apart, top_k=jnp.array([0, 1]), top_p=jnp.array([0.6, 1.0]))
-    both = jnp.asarray(np.stack([LOGITS, LOGITS]), jnp.float32)
+    limits = dataclasses.replace(apart, top_k=np.int32([0, 1]), top_p=np.float32([0.6, 1.0]))
+    both = np.float32([LOGITS, LOGITS])
     for wanted, drawn in [(3, [3, 1]), (1, [1, 1]), (4, [1, 1])]:
-        noise = 1e4 * jax.nn.one_hot(jnp.full(2, wanted), 5)
-        assert draw(both, noise, limits).tolist() == drawn
+        noise = np.float32([1e4 * (np.arange(5) == wanted)] * 2)
+        assert drawn_by(both, noise, limits).tolist() == drawn
 
 
 def twin(logits, *, top_k=0, top_p=1.0, min_p=0.0):
@@ -267,26 +267,25 @@ QWEN, SLOTS = 151_936, 12
 def test_of_a_vocabulary_of_152k_is_drawn_what_sorting_leaves(limits, scale):
     logits = scale * np.random.default_rng(0).normal(size=QWEN).astype(np.float32)
     noise = noise_of(prompts=np.arange(SLOTS), vocab_size=QWEN)
-    together = jnp.broadcast_to(logits, (SLOTS, QWEN))
-    drawn = draw(together, jnp.asarray(noise), truncation(slots=SLOTS, **limits))
+    together = np.broadcast_to(logits, (SLOTS, QWEN))
+    drawn = drawn_by(together, noise, truncation(slots=SLOTS, **limits))
     inside = twin(logits, **limits)
     np.testing.assert_array_equal(drawn, [inside[(logits + row)[inside].argmax()] for row in noise])
 
 
 def test_draws_of_which_few_are_inside_are_found_still():
     """A limit that a hundredth of all draws meet, beside a slot without one and one of nothing but NaN."""
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2000)), jnp.float32)
-    logits = logits.at[2].set(jnp.nan)
-    noise = jnp.asarray(noise_of(prompts=(0, 1, 2), vocab_size=2000))
-    limits = dataclasses.replace(truncation(slots=3), top_p=jnp.array([1e-45, 1.0, 0.5]))
-    drawn = draw(logits, noise, limits).tolist()
+    logits = np.random.default_rng(0).normal(size=(3, 2000)).astype(np.float32)
+    logits[2] = np.nan
+    noise = noise_of(prompts=(0, 1, 2), vocab_size=2000)
+    limits = dataclasses.replace(truncation(slots=3), top_p=np.float32([1e-45, 1.0, 0.5]))
+    drawn = drawn_by(logits, noise, limits).tolist()
     assert drawn == [int(logits[0].argmax()), int((logits + noise)[1].argmax()), 1999]
 
 
 def test_a_draw_is_the_first_of_the_largest_and_of_nothing_but_nan_a_token():
-    zeros = jnp.zeros((3, 5))
-    logits = jnp.array([[0, 3, 1, 3, 2], [-1e30] * 5, [jnp.nan] * 5])
-    assert sample_tokens(logits, zeros).tolist() == [1, 0, 4]
+    logits = np.float32([[0, 3, 1, 3, 2], [-1e30] * 5, [np.nan] * 5])
+    assert jax.jit(sample_tokens)(logits, np.zeros_like(logits)).tolist() == [1, 0, 4]
 
 
 FORMS = {
@@ -317,9 +316,9 @@ def test_a_draw_and_its_sums_are_those_of_the_definition(form, vocab_size):
 @pytest.mark.parametrize("form", FORMS)
 def test_ties_forbidden_tokens_and_nan_are_drawn_as_ever(form):
     """The first of the largest; of nothing but NaN, or with one, the last, whose log-probability is NaN."""
-    nan = jnp.nan
-    x = jnp.array([[0, 3, 1, 3, 2], [-1e30] * 5, [nan] * 5, [1, nan, 7, 7, 0]], jnp.float32)
-    drawn = FORMS[form](x, x, jnp.zeros((4, 5)))
+    nan = np.nan
+    x = np.float32([[0, 3, 1, 3, 2], [-1e30] * 5, [nan] * 5, [1, nan, 7, 7, 0]])
+    drawn = jax.jit(FORMS[form])(x, x, np.zeros_like(x))
     assert drawn.token.tolist() == [1, 0, 4, 4]
     assert np.isnan(drawn.logprob).tolist() == [False, False, True, True]
     # Five equal logits, however small.
@@ -330,33 +329,33 @@ def test_a_vocabulary_of_several_devices_is_reduced_where_it_is():
     mesh = jax.make_mesh((8,), ("vocab",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec(None, "vocab"))
     rng = np.random.default_rng(0)
-    x, noise = (jnp.asarray(rng.normal(size=(3, 1152)), jnp.float32) for _ in range(2))
+    x, noise = (rng.normal(size=(3, 1152)).astype(np.float32) for _ in range(2))
     compiled = jax.jit(by_one_reduction, in_shardings=split).lower(x, x, noise).compile()
     assert "f32[3,144]" in compiled.as_text()
     assert "f32[3,1152]" not in compiled.as_text()
     together = compiled(*(jax.device_put(each, split) for each in (x, x, noise)))
-    alone = by_one_reduction(x, x, noise)
+    alone = jax.jit(by_one_reduction)(x, x, noise)
     np.testing.assert_array_equal(together.token, alone.token)
     assert_close(together[1:], alone[1:], rtol=1e-5)
 
 
 def state_of(limits: Truncation) -> DecodeState:
     unread = dict.fromkeys(("context", "count", "limit", "active", "stops", "decoded"))
-    slots = jnp.arange(len(limits.top_k))
-    keys = sample_keys(np.uint32(1), np.int32(2), slots, slots)
-    return DecodeState(**unread, key=keys, temperature=jnp.ones(len(slots)), truncation=limits)
+    slots = np.arange(len(limits.top_k), dtype=np.int32)
+    keys, ones = keys_of(np.uint32(1), np.int32(2), slots, slots), np.ones(len(slots), np.float32)
+    return DecodeState(**unread, key=keys, temperature=ones, truncation=limits)
 
 
 def test_a_slot_without_limits_does_not_feel_those_of_others():
     """Not even by rounding."""
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3000)), jnp.float32)
+    logits = np.random.default_rng(0).normal(size=(2, 3000)).astype(np.float32)
     free = truncation(slots=2)
-    limited = dataclasses.replace(free, top_p=jnp.array([1.0, 0.2]))
+    limited = dataclasses.replace(free, top_p=np.float32([1.0, 0.2]))
 
     @jax.jit
     def drawn(state):
         none = lambda: jnp.zeros(logits.shape, bool)  # noqa: E731
-        return sample(logits, state, jnp.arange(2), (1,), none, Compute())
+        return sample(jnp.asarray(logits), state, jnp.arange(2), (1,), none, Compute())
 
     beside, alone = drawn(state_of(limited)), drawn(state_of(free))
     for one, other in zip(beside, alone, strict=True):
@@ -364,7 +363,7 @@ def test_a_slot_without_limits_does_not_feel_those_of_others():
 
 
 def test_a_gpu_reads_the_logits_in_one_reduction_and_meets_one_conditional():
-    logits = jnp.zeros((2, 640))
+    logits = np.zeros((2, 640), np.float32)
 
     def drawn(logits, state):
         none = lambda: jnp.zeros(logits.shape, bool)  # noqa: E731
@@ -390,14 +389,10 @@ def test_truncation_is_that_of_transformers(limits, seed):
     torch = import_extra("parity", "torch")
     process = import_extra("parity", "transformers.generation.logits_process")
     logits = 2 * np.random.default_rng(seed).normal(size=60).astype(np.float32)
-    warpers = {
-        "top_k": process.TopKLogitsWarper,
-        "top_p": process.TopPLogitsWarper,
-        "min_p": process.MinPLogitsWarper,
-    }
     theirs = torch.from_numpy(logits)[None]
     for name, value in limits.items():
-        theirs = warpers[name](value)(None, theirs)
+        warper = getattr(process, f"{name.title().replace('_', '')}LogitsWarper")
+        theirs = warper(value)(None, theirs)
     assert kept(logits, **limits) == np.flatnonzero(np.isfinite(theirs[0].numpy())).tolist()
 
 
@@ -409,15 +404,19 @@ def test_the_repetition_penalty_is_that_of_transformers():
     theirs = process.RepetitionPenaltyLogitsProcessor(1.3)(
         torch.from_numpy(said)[None], torch.from_numpy(logits.copy())[None]
     )
-    seen_1V = jnp.isin(jnp.arange(20), said)[None]
-    ours = penalize(jnp.asarray(logits)[None], truncation(repetition_penalty=1.3), lambda: seen_1V)
+    seen_1V = np.isin(np.arange(20), said)[None]
+    penalized = jax.jit(lambda x, limits: penalize(x, limits, lambda: jnp.asarray(seen_1V)))
+    ours = penalized(logits[None], truncation(repetition_penalty=1.3))
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
 
 
 def test_stop_ids_wait_for_the_minimum_length():
     limits = truncation(slots=2, min_tokens=4)
-    out = forbid(jnp.zeros((2, 5)), limits, jnp.array([3, 4]), (1, 2))
-    np.testing.assert_array_equal(out > -1, [[True, False, False, True, True], [True] * 5])
+    of_slots = jax.jit(forbid, static_argnums=3)
+    out = of_slots(np.zeros((2, 5), np.float32), limits, np.int32([3, 4]), (1, 2))
+    np.testing.assert_array_equal(
+        np.asarray(out) > -1, [[True, False, False, True, True], [True] * 5]
+    )
 
 
 @pytest.mark.parametrize("limits", [{"min_tokens": -1}, {"repetition_penalty": 0.0}], ids=str)
@@ -430,8 +429,8 @@ def test_no_device_gathers_the_logits_of_other_replicas():
     """Also in the branch of truncated sampling, whose memory every program has."""
     mesh = jax.make_mesh((8,), ("data",))
     by_slot = NamedSharding(mesh, PartitionSpec("data"))
-    limits = jax.tree.map(jnp.asarray, truncation(slots=16, top_k=5, top_p=0.9))
-    arrays = jnp.zeros((16, 4096)), jnp.zeros((16, 4096)), limits
+    zeros = np.zeros((16, 4096), np.float32)
+    arrays = zeros, zeros, truncation(slots=16, top_k=5, top_p=0.9)
     compiled = jax.jit(draw, in_shardings=by_slot).lower(*arrays).compile()
     assert "f32[2,4096]" in compiled.as_text()
     assert "f32[16,4096]" not in compiled.as_text()
@@ -446,16 +445,16 @@ def test_devices_that_share_a_vocabulary_gather_no_logits(vocab_size):
     limits = truncation(slots=slots)
     limits = dataclasses.replace(
         limits,
-        top_p=jnp.array([1.0, 0.5, 0.9, 1.0, 1.0, 0.02]),
-        top_k=jnp.array([0, 0, 40, 3, 0, 0]),
-        repetition_penalty=jnp.array([1.0, 1.0, 1.0, 1.0, 1.5, 1.0]),
-        renormalized=jnp.array([True, True, False, True, True, True]),
+        top_p=np.float32([1.0, 0.5, 0.9, 1.0, 1.0, 0.02]),
+        top_k=np.int32([0, 0, 40, 3, 0, 0]),
+        repetition_penalty=np.float32([1.0, 1.0, 1.0, 1.0, 1.5, 1.0]),
+        renormalized=np.array([True, True, False, True, True, True]),
     )
     history = jnp.asarray(np.random.default_rng(1).integers(0, vocab_size, (slots, 100)))
     context = Prefix(None, history, jnp.full(slots, 80), jnp.arange(slots))
     no_more = jnp.full((slots, 1), vocab_size)
     state = state_of(limits)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(slots, vocab_size)), jnp.float32)
+    logits = np.random.default_rng(0).normal(size=(slots, vocab_size)).astype(np.float32)
 
     def drawn(logits, state, compute):
         seen = lambda: seen_tokens(vocab_size, context, no_more)  # noqa: E731

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_writes import filled
 
 from jaxrl.models.attention import attention
 from jaxrl.models.cache.cache_kind import CacheKind, cache_bytes
@@ -109,7 +110,7 @@ def kind_of(name, config, dtype=jnp.float32):
 def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config):
     kind = kind_of(name, config)
     graph, params = model_of(config)
-    live_B = jnp.ones(B, bool)
+    live_B = np.ones(B, bool)
 
     def logits_of(model, pass_, tokens_BT, begin):
         places_BT = begin + positions(0, tokens_BT.shape[1])
@@ -137,6 +138,7 @@ def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config
         logits, new = logits_of(model, step(buffer, i, live_B), tokens_BT, length + i)
         return logits, kind.put(buffer, new, i)
 
+    write, start = jax.jit(kind.write), jax.jit(lambda: kind.buffer(B, BUFFER))
     at = PROMPT + CHUNK
     logits, cache = prefill(params, TOKENS[:, :PROMPT])
     found = [logits]
@@ -145,12 +147,12 @@ def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config
     # Room beyond the last token, since a buffer is written whole.
     assert CAPACITY >= T + BUFFER - 1
     while at < T:
-        buffer = kind.buffer(B, BUFFER)
+        buffer = start()
         for i in range(min(BUFFER, T - at)):
             token = TOKENS[:, at + i : at + i + 1]
-            logits, buffer = decode(params, cache, buffer, token, jnp.int32(at), jnp.int32(i))
+            logits, buffer = decode(params, cache, buffer, token, np.int32(at), np.int32(i))
             found.append(logits)
-        cache = kind.write(cache, buffer, jnp.full(B, at), live_B)
+        cache = write(cache, buffer, np.full(B, at, np.int32), live_B)
         at += BUFFER
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected(config), atol=1e-5)
 
@@ -159,17 +161,17 @@ def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config
 @pytest.mark.parametrize("name", UNROLLED)
 def test_slots_move_with_all_they_hold(name, dtype):
     kind = kind_of(name, TINY, dtype)
-    rng = np.random.default_rng(0)
-    filled = jax.tree.map(
-        lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype), kind.empty(3, 8)
-    )
-    larger = kind.resize(filled, 12)
-    jax.tree.map(np.testing.assert_array_equal, kind.resize(larger, 8), filled)
-    empty = kind.empty(4, 12)
-    moved = kind.copy(empty, filled, jnp.array([2, -1, 0, 2]))
-    expected = kind.take(larger, jnp.array([2, 0, 2]))
-    jax.tree.map(np.testing.assert_array_equal, kind.take(moved, jnp.array([0, 2, 3])), expected)
-    untouched = kind.take(moved, jnp.array([1]))
+    some = filled(kind, 3, 8, seed=0)
+
+    @jax.jit
+    def run(some):
+        larger = kind.resize(some, 12)
+        moved = kind.copy(kind.empty(4, 12), some, jnp.array([2, -1, 0, 2]))
+        taken = kind.take(moved, jnp.array([0, 2, 3])), kind.take(larger, jnp.array([2, 0, 2]))
+        return kind.resize(larger, 8), *taken, kind.take(moved, jnp.array([1]))
+
+    same, taken, expected, untouched = run(some)
+    jax.tree.map(np.testing.assert_array_equal, (same, taken), (some, expected))
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), untouched)
 
 

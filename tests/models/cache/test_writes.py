@@ -29,9 +29,9 @@ START, LIVE = np.array([0, 5, 9, 100], np.int32), np.array([True, True, True, Fa
 TABLE = np.array([[3, 7, 0], [8, 2, 0], [1, 4, 6], [5, 0, 0]], np.int32)
 
 
-def filled(tree, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.integers(1, 100, x.shape), x.dtype), tree)
+def filled(kind, *sizes, seed):
+    rng, shapes = np.random.default_rng(seed), jax.eval_shape(lambda: kind.empty(*sizes))
+    return jax.tree.map(lambda x: rng.integers(1, 100, x.shape).astype(x.dtype), shapes)
 
 
 def twin(leaf, names, new, place_of):
@@ -86,7 +86,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 def test_new_tokens_follow_those_of_live_slots(way, name):
     kind = KINDS[name]
-    tree, new = filled(kind.empty(n, C), 0), filled(kind.empty(n, W), 1)
+    tree, new = filled(kind, n, C, seed=0), filled(kind, n, W, seed=1)
     got = jax.jit(kind.write)(tree, new, START, LIVE)
     assert_written(kind, got, tree, new, in_slots)
 
@@ -95,8 +95,8 @@ def test_new_tokens_follow_those_of_live_slots(way, name):
 def test_new_tokens_go_to_the_pages_of_live_slots(way, name):
     """Across pages; what is beyond the pages of a slot is lost."""
     kind = KINDS[name]
-    pool, new = filled(kind.empty(PAGES, PAGE), 0), filled(kind.empty(n, W), 1)
-    slots = PagedSlots(pool, jnp.asarray(TABLE), jnp.zeros(n, jnp.int32))
+    pool, new = filled(kind, PAGES, PAGE, seed=0), filled(kind, n, W, seed=1)
+    slots = PagedSlots(pool, TABLE, np.zeros(n, np.int32))
     axes = kind.axes(pool)
 
     @jax.jit
@@ -121,7 +121,8 @@ def test_a_cache_of_more_rows_than_int32_counts_is_traced():
 
 
 def test_states_of_live_slots_are_replaced(way):
-    tree, new = jnp.arange(24.0).reshape(2, n, 3), -jnp.ones((2, n, 3))
+    tree = np.arange(24, dtype=np.float32).reshape(2, n, 3)
+    new = -np.ones_like(tree)
     got = jax.jit(kv_cache.write_slots, static_argnums=1)(
         tree, ("layers", "batch", None), new, START, LIVE
     )
@@ -131,14 +132,13 @@ def test_states_of_live_slots_are_replaced(way):
 def test_devices_write_their_own_slots_and_heads(way):
     """Two replicas with two kv heads apart, as on one device; no device hears of another."""
     kind = KINDS["head last"]
-    new, tokens = filled(kind.empty(n, W), 1), jnp.arange(n * W).reshape(n, W)
-    length = jnp.asarray(np.minimum(START, C - W))
-    context = Prefix(filled(kind.empty(n, C), 0), jnp.zeros((n, C), int), length, length)
+    new = filled(kind, n, W, seed=1)
+    tokens, length = np.arange(n * W, dtype=np.int32).reshape(n, W), np.minimum(START, C - W)
+    context = Prefix(filled(kind, n, C, seed=0), np.zeros((n, C), np.int32), length, length)
     results = []
     for layout, devices in (("1-1-1", 1), ("1-2-2", 4)):
         mesh = build_mesh(
-            ParallelLayout.from_config(LayoutConfig(train=layout)),
-            jax.devices()[:devices],
+            ParallelLayout.from_config(LayoutConfig(train=layout)), jax.devices()[:devices]
         )
         programs = SlotPrograms(kind, SlotLayout(mesh, kind), W)
         program = jax.jit(programs.append)

@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_weight_loading import load
+from test_weight_loading import load, random_params
 
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.config_json import config_json, read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import Mxfp4Tensor
@@ -47,9 +46,7 @@ def test_values_by_hand():
 @pytest.fixture
 def published(tmp_path):
     """A directory as gpt-oss is published, and the values of its experts, one by one."""
-    save_checkpoint(
-        init_params(TINY, jnp.array([0, 1], jnp.uint32)), TINY, tmp_path / "wide", dtype="bfloat16"
-    )
+    save_checkpoint(random_params(TINY), TINY, tmp_path / "wide", dtype="bfloat16")
     tensors = load_file(tmp_path / "wide" / "model.safetensors")
     rng, expected = np.random.default_rng(0), {}
     for name, tensor in [*tensors.items()]:

@@ -1,4 +1,4 @@
-"""The kernel for one token on TPUs, interpreted here, against plain XLA; the choice of kernels."""
+"""The kernel for one token on TPUs, interpreted here, against a slow twin; the choice of kernels."""
 
 import functools
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from long_caches import LAYER, in_pages, make, poisoned, unused_are_0
-from test_decode_attention import KINDS, LENGTHS, USED, buffer_like
+from long_caches import LAYER, both_caches, in_pages, make, poisoned, slow, unused_are_0
+from test_decode_attention import KINDS, LENGTHS, USED
 
 from jaxrl.errors import UserError
 from jaxrl.models.attention_kind import FULL, AttentionKind
@@ -22,26 +22,25 @@ from jaxrl.models.kernels.paged_attention import (
 
 
 def both(new, cache, lengths, *, kind=FULL, seen_by_kernel=None, used=USED):
-    """The results of kernel and XLA."""
-    (q, k, v), length_B = new, jnp.array(lengths, jnp.int32)
-    buffer, used_B = buffer_like(cache, len(q)), jnp.full(len(q), used, jnp.int32)
+    """The results of kernel and twin."""
+    (q, k, v), length_B = new, np.array(lengths, np.int32)
+    _, (buffer, used_B) = caches = both_caches(cache, length_B, used)
     run = jax.jit(functools.partial(paged_attention_tpu, interpret=True))
     given = cache if seen_by_kernel is None else seen_by_kernel
     # The buffers of the layers before are other ones.
-    stack = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x)] * LAYER + [x]), buffer)
-    out = run(q, given, jnp.int32(LAYER), length_B, k, v, stack, used_B, kind)
-    layer = jax.tree.map(lambda x: x[LAYER], cache)
-    return out, cached_attention(q, k, v, [(layer, length_B), (buffer, used_B)], kind=kind)
+    stack = jax.tree.map(lambda x: np.stack([np.zeros_like(x)] * LAYER + [x]), buffer)
+    out = run(q, given, np.int32(LAYER), length_B, k, v, stack, used_B, kind)
+    return out, slow(q, k, v, caches, kind)
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "group", "block"), [(jnp.float32, 4, 64), (jnp.bfloat16, 1, 128)]
 )
-def test_it_agrees_with_xla(kv_dtype, group, block, monkeypatch):
+def test_it_is_its_slow_twin(kv_dtype, group, block, monkeypatch):
     """Rows of no block, a part of one, several, of one and of two copies; the rest is not read."""
     monkeypatch.setattr(module, "_BLOCK", block)
     new, cache = make(kv_heads=2, group=group, head_dim=16, kv_dtype=kv_dtype, capacity=192)
-    seen = poisoned(cache, jnp.array(LENGTHS), 64)
+    seen = poisoned(cache, LENGTHS, 64)
     assert_close(*both(new, cache, LENGTHS, seen_by_kernel=seen))
 
 
@@ -61,7 +60,7 @@ def test_it_follows_the_table_of_pages(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 64)
     new, cache = make(kv_heads=2, group=4, head_dim=16, kv_dtype=jnp.float32, capacity=160)
     lengths = [0, 1, 32, 33, 160, 70]
-    used = unused_are_0(in_pages(cache, 32), jnp.array(lengths))
+    used = unused_are_0(in_pages(cache, 32), np.array(lengths))
     assert_close(*both(new, cache, lengths, seen_by_kernel=used, used=0))
 
 
@@ -75,7 +74,8 @@ def test_windows_caps_and_sinks(kind, monkeypatch):
 def test_copies_before_a_window_are_not_made(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 128)
     new, cache = make(kv_heads=2, group=4, head_dim=16, kv_dtype=jnp.float32, capacity=192)
-    unread = jax.tree.map(lambda x: x.at[..., :64, :].set(jnp.nan), cache)
+    unread_C1 = np.arange(192)[:, None] < 64
+    unread = jax.tree.map(lambda x: np.where(unread_C1, np.float32(np.nan), x), cache)
     window = AttentionKind(window=100)
     assert_close(*both(new, cache, [190] * 6, kind=window, seen_by_kernel=unread))
 
@@ -84,10 +84,10 @@ def test_in_half_precision_it_is_as_close_to_the_truth_as_xla():
     new, cache = make(
         kv_heads=2, group=4, head_dim=128, kv_dtype=jnp.bfloat16, dtype=jnp.bfloat16, capacity=640
     )
-    lengths = [0, 64, 129, 511, 513, 640]
-    kernel, xla = both(new, cache, lengths)
-    _, truth = both([x.astype(jnp.float32) for x in new], cache, lengths)
-    far = lambda out: np.abs(out.astype(jnp.float32) - truth).max()  # noqa: E731
+    lengths = np.array([0, 64, 129, 511, 513, 640], np.int32)
+    kernel, truth = both(new, cache, lengths)
+    xla = jax.jit(cached_attention)(*new, both_caches(cache, lengths, USED))
+    far = lambda out: np.abs(np.asarray(out, float) - truth).max()  # noqa: E731
     assert far(kernel) < 1.5 * far(xla)
 
 
