@@ -32,7 +32,17 @@ def test_a_token_of_a_tiny_model_on_a_tpu(monkeypatch, capsys, tmp_path):
 def test_a_tpu_copies_no_experts(monkeypatch, capsys, tmp_path):
     """For `ragged_dot` XLA copies a layer's experts out of their stack, 1.2 GB here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = "--model qwen3-30b-a3b --topology v6e:2x2 --layers 2 --rows 64 --json".split()
+    command = [
+        "--model",
+        "qwen3-30b-a3b",
+        "--topology",
+        "v6e:2x2",
+        "--layers",
+        "2",
+        "--rows",
+        "64",
+        "--json",
+    ]
     copied = []
     for most in (experts.MOST_TOKENS_TO_ALL["tpu"], 0):
         monkeypatch.setitem(experts.MOST_TOKENS_TO_ALL, "tpu", most)

@@ -313,14 +313,15 @@ from test_paged import prompts_of
 
 backend, prompts = spread(("1-1-2",), base=BASE, cache="paged"), prompts_of(3)
 live, heard = backend.live(version=1), [Heard() for _ in range(4)]
-dispatch, seen = live._loop.dispatch, []
+loop, seen = live._loops[""], []
+dispatch = loop.dispatch
 
 def watched():
     results = dispatch()
     seen.extend((r.sample.owner, r.sample.index, r.version.tolist(), r.tokens.tolist()) for r in results)
     return results
 
-live._loop.dispatch = watched
+loop.dispatch = watched
 
 def submit(n):
     if hosts.is_first():

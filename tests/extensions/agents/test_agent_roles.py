@@ -39,7 +39,7 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer.resolved import resolve
-from jaxrl.types import Completions
+from jaxrl.types import Completions, Prompts
 
 ROLES = ("solver", "checker")
 DUET = f"{pathlib.Path(AGENT.rpartition(':')[0])}:duet"
@@ -114,10 +114,19 @@ def test_roles_that_do_not_fit_a_batch():
         resolve(dataclasses.replace(config, rollout=three, algorithm=grpo))
 
 
-def test_the_roles_of_a_problem_are_groups_that_end_together(backend):
-    prompts = problems(["soon", "late"])
+def one_that_waits(folder: pathlib.Path) -> tuple[Prompts, pathlib.Path]:
+    """Two problems; between the roles of the second, agents wait as long as the file is there."""
+    prompts, file = problems(["soon", "waits"]), folder / "wait"
+    prompts.extras[1]["while"] = str(file)
+    return prompts, file
+
+
+def test_the_roles_of_a_problem_are_groups_that_end_together(backend, tmp_path):
+    prompts, file = one_that_waits(tmp_path)
     expected = said(backend.generate(prompts, OPTIONS))
+    file.touch()
     first = backend.resume(prompts, OPTIONS, on_group=lambda group: True)
+    file.unlink()
     rest = backend.resume(NONE, OPTIONS.replace(step=4), unfinished=first.unfinished).completions
     assert (
         first.completions.prompts.sources
@@ -196,10 +205,12 @@ def test_dynamic_sampling_beside_the_learner_drops_one_role_and_keeps_the_other(
 
 
 @pytest.mark.long
-def test_roles_go_on_over_a_step_and_from_a_checkpoint(backend):
-    prompts = problems(["soon", "late"])
+def test_roles_go_on_over_a_step_and_from_a_checkpoint(backend, tmp_path):
+    prompts, file = one_that_waits(tmp_path)
     expected = said(backend.generate(prompts, OPTIONS))
+    file.touch()
     first = backend.resume(prompts, OPTIONS, on_group=lambda group: True)
+    file.unlink()
     # The roles of a problem end together. The other problem is cut between its solver and its checker.
     assert first.completions.prompts.sources == ("tests/solver", "tests/checker")
     assert said(first.completions) == expected[:4]
