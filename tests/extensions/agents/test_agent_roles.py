@@ -255,10 +255,11 @@ def test_steps_of_roles_leave_sessions_open_and_go_on_from_a_checkpoint(where, f
         rows = jaxrl.train(str(recipe), num_steps=num_steps).to_pylist()
     assert len(rows) == 4 and all(row["agent/failed"] == 0 for row in rows)
     assert max(row["rollout/stale_tokens"] for row in rows) > 0
-    # With both roles at most three problems, six groups of four samples, at a time on one mesh; elsewhere as
-    # many as two steps have wait besides.
+    # Problems: on one mesh at most those of a generation batch, six groups of four samples; elsewhere, twice
+    # as many as a step has.
     most = max(row["rollout/unfinished_groups"] for row in rows)
-    assert 0 < most <= (6 if frozen else 4 if where is APART else 3)
+    limit = 8 if where is APART else 6
+    assert 0 < most <= (limit if frozen else limit / 2)
     kept = sorted((tmp_path / "runs" / "tiny" / "seed0" / "rollouts").iterdir())
     samples = [json.loads(line) for path in kept for line in path.read_text().splitlines()]
     groups = collections.Counter((row["prompt_id"], row["source"]) for row in samples)
