@@ -13,7 +13,7 @@ from jax._src import compiler, distributed
 from jax._src.cudnn import fused_attention_stablehlo
 
 # `jax.nn.dot_product_attention` takes no offsets of the segments of a packed row.
-cudnn_attention = fused_attention_stablehlo
+cudnn_attention: Any = fused_attention_stablehlo
 
 
 def coordination_client() -> Any:
