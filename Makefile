@@ -33,7 +33,7 @@ lm-parts: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) $(PARALLEL)
 
-# Tests of several seconds each. PART=0/3 runs those of one third of the files.
+# Tests of several seconds each. PART=0/8 runs an eighth of them.
 test-long: $(INSTALLED)
 	$(PYTEST) $(PARALLEL) -m "long and not slow and not tpu" $(if $(PART),--part=$(PART))
 

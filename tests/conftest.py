@@ -94,15 +94,16 @@ def pytest_collection():
 
 
 def pytest_addoption(parser: pytest.Parser):
-    parser.addoption("--part", help="K/N: of the test files those of part K of N")
+    parser.addoption("--part", help="K/N: of the tests those of part K of N")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Files that take longest begin first, or in the end all processes but one would wait for them."""
     if part := config.getoption("part"):
         k, n = map(int, part.split("/"))
-        # By the name, so that a new file moves no other.
-        parts = [zlib.crc32(item.path.name.encode()) % n for item in items]
+        # By the name without values of parameters, so that a new test moves no other.
+        names = (f"{item.path.name}::{item.name.partition('[')[0]}" for item in items)
+        parts = [zlib.crc32(name.encode()) % n for name in names]
         config.hook.pytest_deselected(
             items=[item for item, its in zip(items, parts, strict=True) if its != k]
         )

@@ -361,7 +361,7 @@ BUDGETS = {
     "lines of code of jaxrl_smollm2": 215,
     "lines of code of jaxrl_tinker": 2_765,
     "lines of code of jaxrl_verl": 1_425,
-    "lines of code of tests": 53_530,
+    "lines of code of tests": 53_531,
 }
 MIN_COMMENT_PERCENT = 4.0
 

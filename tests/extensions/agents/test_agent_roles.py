@@ -255,11 +255,10 @@ def test_steps_of_roles_leave_sessions_open_and_go_on_from_a_checkpoint(where, f
         rows = jaxrl.train(str(recipe), num_steps=num_steps).to_pylist()
     assert len(rows) == 4 and all(row["agent/failed"] == 0 for row in rows)
     assert max(row["rollout/stale_tokens"] for row in rows) > 0
-    # Problems: on one mesh at most those of a generation batch, six groups of four samples; elsewhere, twice
-    # as many as a step has.
-    most = max(row["rollout/unfinished_groups"] for row in rows)
-    limit = 8 if where is APART else 6
-    assert 0 < most <= (limit if frozen else limit / 2)
+    waiting = max(row["rollout/unfinished_groups"] for row in rows)
+    assert waiting > 0
+    # Of twice as many problems as a step has; on one mesh samples are bounded, of however many problems.
+    assert where is TOGETHER or waiting <= (8 if frozen else 4)
     kept = sorted((tmp_path / "runs" / "tiny" / "seed0" / "rollouts").iterdir())
     samples = [json.loads(line) for path in kept for line in path.read_text().splitlines()]
     groups = collections.Counter((row["prompt_id"], row["source"]) for row in samples)
